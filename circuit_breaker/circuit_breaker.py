@@ -220,6 +220,12 @@ class CircuitBreaker:
         """How many transitions there were."""
         return self._generation
 
+    @property
+    def has_clean_record(self) -> bool:
+        """CLOSED with nothing on record against the upstream: a new breaker would do as well."""
+        seen = self.snapshot()
+        return seen.state is CLOSED and not (seen.consecutive_failures or seen.failure_rate or seen.slow_call_rate)
+
     def snapshot(self) -> Snapshot:
         """All of the breaker's state at this moment."""
         now = self._clock()
