@@ -15,9 +15,10 @@ import sqlite3
 import time
 import weakref
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
@@ -30,6 +31,18 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Operation = Callable[[sqlite3.Connection], T]
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """The operation that is a single statement: it returns the rows, and SQLite alone makes it all or nothing."""
+
+    sql: str
+    values: Mapping[str, Any]
+
+    def __call__(self, connection: sqlite3.Connection) -> list[sqlite3.Row]:
+        return connection.execute(self.sql, self.values).fetchall()
+
 
 BUSY_TIMEOUT_SECONDS = 5.0
 OPERATIONS_PER_COMMIT = 500
@@ -299,7 +312,7 @@ class DatabaseThread:
             self._bound_the_wal()
 
     def _commit_together(self, turns: list[_Turn[Any]], begin: str) -> None:
-        """Run the operations in one transaction, each in a savepoint, so that one's failure is its own."""
+        """Run the operations in one transaction, so that one's failure is its own."""
         connection = self._connection
         try:
             connection.execute(begin)
@@ -322,13 +335,17 @@ class DatabaseThread:
                     self._commit_together([turn], begin)
 
     def _attempt(self, turn: _Turn[Any]) -> None:
-        self._connection.execute("SAVEPOINT operation")
+        in_savepoint = not isinstance(turn.operation, Statement)
+        if in_savepoint:
+            self._connection.execute("SAVEPOINT operation")
         try:
             turn.result, turn.error = turn.operation(self._connection), None
         except BaseException as error:  # whatever it is, it belongs to the caller
             turn.error = error
-            self._connection.execute("ROLLBACK TO operation")
-        self._connection.execute("RELEASE operation")
+            if in_savepoint:
+                self._connection.execute("ROLLBACK TO operation")
+        if in_savepoint:
+            self._connection.execute("RELEASE operation")
 
     def _bound_the_wal(self) -> None:
         """Empty the WAL file where SQLite could not: each of its own checkpoints gives up at the first reader in its

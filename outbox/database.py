@@ -21,7 +21,7 @@ from uuid import uuid4
 import aiosqlite
 from pydantic import ValidationError
 
-from outbox.connection import DatabaseThread, Operation, configure_connection
+from outbox.connection import DatabaseThread, Operation, Statement, configure_connection
 from outbox.models import (
     DeadLetterRecord,
     DuplicateEventError,
@@ -80,19 +80,19 @@ _CLAIM = f"""
 """
 
 # Every settlement names the state and the lease that it expects: where the row has moved on, it changes nothing.
-_HELD = "sequence = :sequence AND status = 'PROCESSING' AND lease_token = :token"
+_IF_HELD = "WHERE sequence = :sequence AND status = 'PROCESSING' AND lease_token = :token RETURNING sequence"
 _SETTLED = "lease_token = NULL, lease_expires_at = NULL, updated_at = :now"
-_PUBLISH = f"UPDATE outbox SET status = 'PUBLISHED', {_SETTLED} WHERE {_HELD}"
-_RELEASE = f"UPDATE outbox SET status = 'PENDING', next_attempt_at = :due, {_SETTLED} WHERE {_HELD}"
+_PUBLISH = f"UPDATE outbox SET status = 'PUBLISHED', {_SETTLED} {_IF_HELD}"
+_RELEASE = f"UPDATE outbox SET status = 'PENDING', next_attempt_at = :due, {_SETTLED} {_IF_HELD}"
 _RETRY = f"""
     UPDATE outbox SET status = 'PENDING', next_attempt_at = :due,
                       retry_count = :retry_count, last_error = :error, {_SETTLED}
-    WHERE {_HELD}
+    {_IF_HELD}
 """
 _QUARANTINE = f"""
     UPDATE outbox SET status = 'DEAD_LETTER',
                       retry_count = coalesce(:retry_count, retry_count), last_error = :error, {_SETTLED}
-    WHERE {_HELD}
+    {_IF_HELD}
 """
 # The payload goes from table to table as it is: a row that cannot be decoded can still be quarantined.
 _INSERT_DEAD_LETTER = f"""
@@ -121,6 +121,7 @@ _PURGE = """
     DELETE FROM outbox WHERE sequence IN (
         SELECT sequence FROM outbox WHERE status = 'PUBLISHED' AND updated_at < :before LIMIT :limit
     )
+    RETURNING sequence
 """
 
 
@@ -262,39 +263,29 @@ class SQLiteStore:
             "limit": limit,
         }
 
-        def take_lease(connection: sqlite3.Connection) -> tuple[list[OutboxEvent], list[DeadLetterRecord]]:
-            events: list[OutboxEvent] = []
-            undecodable: list[DeadLetterRecord] = []
-            for row in connection.execute(_CLAIM, claim).fetchall():
-                try:
-                    events.append(_event(row))
-                except ValidationError as error:
-                    failure = claim | {
-                        "sequence": row["sequence"],
-                        "retry_count": None,
-                        "error": _storable(str(error)),
-                    }
-                    if (dead_letter := _quarantine(failure, connection)) is not None:
-                        undecodable.append(dead_letter)
-            return sorted(events, key=lambda event: event.sequence), undecodable
-
         try:
-            events, undecodable = await self._database.run(take_lease)
+            rows = await self._database.run(Statement(_CLAIM, claim))
         except CancelledError:
             # The claim may have been committed, and nobody has it: without this its events wait for the lease's end.
             with suppress(sqlite3.Error):
-                await self._database.run_uncancelled(lambda connection: connection.execute(_GIVE_BACK_CLAIM, claim))
+                await self._database.run_uncancelled(Statement(_GIVE_BACK_CLAIM, claim))
             raise
-        for dead_letter in undecodable:
+        events: list[OutboxEvent] = []
+        for row in rows:
+            try:
+                events.append(_event(row))
+            except ValidationError as error:
+                await self._quarantine_undecodable(row["sequence"], claim, str(error))
+        return sorted(events, key=lambda event: event.sequence)
+
+    async def _quarantine_undecodable(self, sequence: int, claim: dict[str, Any], reason: str) -> None:
+        failure = claim | {"sequence": sequence, "retry_count": None, "error": _storable(reason)}
+        dead_letter = await self._settle(partial(_quarantine, failure))
+        if dead_letter is not None:
             logger.error(
-                "Event cannot be decoded and was quarantined in the dead-letter queue.",
-                extra={
-                    "event_id": dead_letter.original_event_id,
-                    "dlq_id": dead_letter.id,
-                    "failure_reason": dead_letter.failure_reason,
-                },
+                "Event cannot be decoded and was quarantined in the dead-letter queue (DLQ).",
+                extra={"event_id": dead_letter.original_event_id, "dlq_id": dead_letter.id, "error": reason},
             )
-        return events
 
     # --- Section 4.3: settle ---
 
@@ -303,12 +294,12 @@ class SQLiteStore:
 
         If the process dies before this commits, the event is delivered again, with the same key.
         """
-        return await self._settle(_PUBLISH, _held(event, self._clock()))
+        return bool(await self._settle(Statement(_PUBLISH, _held(event, self._clock()))))
 
     async def release(self, event: OutboxEvent, retry_in: float) -> bool:
         """PROCESSING -> PENDING, due in `retry_in` seconds, no attempt counted. False: the lease was lost."""
         now = self._clock()
-        return await self._settle(_RELEASE, _held(event, now) | {"due": _moment_after(now, retry_in)})
+        return bool(await self._settle(Statement(_RELEASE, _held(event, now) | {"due": _moment_after(now, retry_in)})))
 
     async def record_event_failure_or_quarantine(
         self, event: OutboxEvent, error_message: str, max_delivery_attempts: int, retry_in: float | None
@@ -325,9 +316,9 @@ class SQLiteStore:
         failure = _held(event, now) | {"retry_count": retry_count, "error": _storable(error_message)}
 
         if retry_in is None or retry_count >= max_delivery_attempts:
-            dead_letter = await self._write(partial(_quarantine, failure))
+            dead_letter = await self._settle(partial(_quarantine, failure))
             return None if dead_letter is None else (EventStatus.DEAD_LETTER, retry_count, dead_letter)
-        retried = await self._settle(_RETRY, failure | {"due": _moment_after(now, retry_in)})
+        retried = await self._settle(Statement(_RETRY, failure | {"due": _moment_after(now, retry_in)}))
         return (EventStatus.PENDING, retry_count, None) if retried else None
 
     # --- waiting, and what an operator does ---
@@ -396,12 +387,16 @@ class SQLiteStore:
             return 0
         purge = {"before": before, "limit": PURGE_BATCH}
         deleted = 0
-        while batch := await self._database.run(lambda connection: connection.execute(_PURGE, purge).rowcount):
-            deleted += batch
+        while batch := await self._database.run(Statement(_PURGE, purge)):
+            deleted += len(batch)
         return deleted
 
-    async def _settle(self, sql: str, settlement: dict[str, Any]) -> bool:
-        return await self._write(lambda connection: connection.execute(sql, settlement).rowcount == 1)
+    async def _settle(self, operation: Operation[T]) -> T:
+        """Settle even for a caller that is cancelled meanwhile: what became of the event is known, and must be kept."""
+        try:
+            return await self._database.run_uncancelled(operation)
+        finally:
+            self._may_be_due.set()
 
     async def _write(self, operation: Operation[T]) -> T:
         """Run an operation after which an event may be due: its own, or the next in its aggregate's line."""
@@ -417,7 +412,7 @@ def _held(event: OutboxEvent, now: datetime) -> dict[str, Any]:
 
 def _quarantine(failure: dict[str, Any], connection: sqlite3.Connection) -> DeadLetterRecord | None:
     """PROCESSING -> DEAD_LETTER and the row of the dead-letter queue; None: the lease was lost."""
-    if connection.execute(_QUARANTINE, failure).rowcount == 0:
+    if not connection.execute(_QUARANTINE, failure).fetchall():
         return None
     return _dead_letter(connection.execute(_INSERT_DEAD_LETTER, failure | {"dlq_id": str(uuid4())}).fetchall()[0])
 

@@ -21,8 +21,9 @@ RETRY_AFTER_STATUSES = frozenset({429, 503})
 class Delivery:
     """One attempt to deliver one event. Once a status has arrived it decides, whatever happens afterwards."""
 
-    def __init__(self, config: AppConfig, event: OutboxEvent) -> None:
+    def __init__(self, config: AppConfig, endpoint: httpx.URL, event: OutboxEvent) -> None:
         self._config = config
+        self._endpoint = endpoint
         self._event = event
         self._body = bytearray()
         self._retry_after: str | None = None
@@ -52,7 +53,7 @@ class Delivery:
     async def _post(self, client: httpx.AsyncClient) -> None:
         async with client.stream(
             "POST",
-            self._config.consumer_endpoint,
+            self._endpoint,
             content=self._event.payload_json.encode(),
             headers={
                 "Content-Type": "application/json",

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
 from types import TracebackType
-from typing import Self
+from typing import Self, cast
 
 import httpx
 
@@ -43,8 +43,10 @@ class OutboxDispatcher:
     def __init__(self, config: AppConfig, store: OutboxStore, client: httpx.AsyncClient | None = None) -> None:
         self._config = config
         self._store = store
+        self._endpoint = httpx.URL(config.consumer_endpoint)
         self._client = client
-        self._slots_taken = 0
+        self._in_a_slot: set[asyncio.Task[Outcome]] = set()
+        self._slots_reserved = 0
         self._wake = asyncio.Event()
         self._stop_requested = False
         self._stopped = asyncio.Event()
@@ -145,33 +147,39 @@ class OutboxDispatcher:
 
         If the process dies from here on, each lease expires and the event is claimed again.
         """
-        limit = min(self._config.batch_size, self._config.max_in_flight - self._slots_taken)
+        limit = min(self._config.batch_size, self._free_slots())
         if limit <= 0:
             return {}
         lease_ends = asyncio.get_running_loop().time() + self._config.lease_seconds
-        self._slots_taken += limit
-        claimed = 0
+        self._slots_reserved += limit
         try:
             events = await self._store.claim_batch(limit, self._config.lease_seconds)
-            claimed = len(events)
         finally:
-            self._slots_taken -= limit - claimed
+            self._slots_reserved -= limit
         deliveries: Deliveries = {}
         for event in events:
             delivery = asyncio.create_task(self._deliver(client, event, lease_ends))
-            delivery.add_done_callback(self._free_slot)
+            self._in_a_slot.add(delivery)
+            delivery.add_done_callback(self._leave_slot)
             deliveries[delivery] = event
         return deliveries
 
-    def _free_slot(self, _: asyncio.Task[Outcome]) -> None:
-        self._slots_taken -= 1
+    def _free_slots(self) -> int:
+        return self._config.max_in_flight - len(self._in_a_slot) - self._slots_reserved
+
+    def _leave_slot(self, delivery: asyncio.Task[Outcome]) -> None:
+        self._in_a_slot.discard(delivery)
         self._wake.set()
 
     async def _wait_for_work(self) -> None:
         """Return at a commit of this process, a freed slot, `stop()`, or after `poll_interval` seconds."""
-        waits: list[asyncio.Task[object]] = [asyncio.create_task(self._wake.wait())]
-        if self._slots_taken < self._config.max_in_flight:
-            waits.append(asyncio.create_task(self._store.wait_for_events(self._config.poll_interval)))
+        if self._free_slots() <= 0:
+            await self._wake.wait()
+            return
+        waits: list[asyncio.Task[object]] = [
+            asyncio.create_task(self._wake.wait()),
+            asyncio.create_task(self._store.wait_for_events(self._config.poll_interval)),
+        ]
         try:
             done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -185,7 +193,8 @@ class OutboxDispatcher:
 
     async def _deliver(self, client: httpx.AsyncClient, event: OutboxEvent, lease_ends: float) -> Outcome:
         """Send and settle. Cancelled before the answer's status has arrived, it leaves the event to `_give_back`."""
-        delivery = Delivery(self._config, event)
+        slot = cast("asyncio.Task[Outcome]", asyncio.current_task())
+        delivery = Delivery(self._config, self._endpoint, event)
         try:
             # Claimed with its attempts used up, the event may be what killed those who sent it: it is not sent again.
             if event.retry_count < self._config.max_delivery_attempts:
@@ -193,11 +202,13 @@ class OutboxDispatcher:
         except asyncio.CancelledError:
             if delivery.status_code is None:
                 raise
+        # Before it is settled: the claim that the free slot asks for then shares the commit of this settlement.
+        self._leave_slot(slot)
         tries = 0
         while True:
             tries += 1
             try:
-                outcome = await run_to_end(self._settle(event, delivery))
+                outcome = await self._settle(event, delivery)
             except Exception as error:
                 self._report(SETTLE_FAULT, error)
             else:
@@ -206,6 +217,7 @@ class OutboxDispatcher:
                 return outcome
             if self._stop_requested or asyncio.get_running_loop().time() >= lease_ends:
                 return None
+            self._in_a_slot.add(slot)  # what cannot be settled slows the claims down
             await asyncio.sleep(self._config.poll_interval)
 
     async def _settle(self, event: OutboxEvent, delivery: Delivery) -> Outcome:

@@ -17,7 +17,8 @@ FailureResult = tuple[EventStatus, int, DeadLetterRecord | None]
 class OutboxStore(Protocol):
     """Claim, settle, wait, and look after. A store operation stands as a whole or never began, also when cancelled.
 
-    A claimed event carries a lease token. Settling it with a token that is no longer the row's changes nothing.
+    A claimed event carries a lease token. Settling it (publish, failure, release) with a token that is no longer the
+    row's changes nothing. Once called, a settlement is carried out although its caller is cancelled.
     """
 
     async def claim_batch(self, limit: int, lease_seconds: float) -> Sequence[OutboxEvent]:
