@@ -22,6 +22,8 @@ from outbox.store import OutboxStore
 
 logger = logging.getLogger(__name__)
 
+GATHER_SECONDS = 0.005
+
 CLAIM_FAULT = "The outbox cannot be read; trying again."
 SETTLE_FAULT = "A delivery cannot be settled; trying again while its lease lasts."
 RELEASE_FAULT = "A cancelled delivery cannot be released; its lease has to expire."
@@ -48,6 +50,8 @@ class OutboxDispatcher:
         self._in_a_slot: set[asyncio.Task[Outcome]] = set()
         self._slots_reserved = 0
         self._wake = asyncio.Event()
+        self._gathered = asyncio.Event()
+        self._gathered.set()
         self._stop_requested = False
         self._stopped = asyncio.Event()
         self._stopped.set()
@@ -199,6 +203,8 @@ class OutboxDispatcher:
             # Claimed with its attempts used up, the event may be what killed those who sent it: it is not sent again.
             if event.retry_count < self._config.max_delivery_attempts:
                 await delivery.send(client)
+            self._in_a_slot.discard(slot)
+            await self._gather()
         except asyncio.CancelledError:
             if delivery.status_code is None:
                 raise
@@ -219,6 +225,15 @@ class OutboxDispatcher:
                 return None
             self._in_a_slot.add(slot)  # what cannot be settled slows the claims down
             await asyncio.sleep(self._config.poll_interval)
+
+    async def _gather(self) -> None:
+        """Wait a moment for other deliveries to end: what they settle, and the next claim, then share one commit."""
+        if len(self._in_a_slot) < self._config.max_in_flight / 2:
+            self._gathered.set()
+        elif self._gathered.is_set():
+            self._gathered = asyncio.Event()
+            asyncio.get_running_loop().call_later(GATHER_SECONDS, self._gathered.set)
+        await self._gathered.wait()
 
     async def _settle(self, event: OutboxEvent, delivery: Delivery) -> Outcome:
         """PROCESSING -> PUBLISHED, PENDING or DEAD_LETTER.
