@@ -58,7 +58,9 @@ class CircuitBreaker:
     result is a SUCCESS, an error a FAILURE); exactly one of the two is not None, unless the result is None itself.
     `clock` returns monotonic seconds.
 
-    One breaker serves one event loop at a time. Reading `state` and `snapshot()` is safe from any thread.
+    One breaker serves one event loop at a time, several one after the other. A second loop that runs in another thread
+    is refused with a RuntimeError as soon as it would take the lock; from there, schedule on the breaker's own loop
+    (`asyncio.run_coroutine_threadsafe`). `state` and `generation` may be read from anywhere.
     """
 
     def __init__(
@@ -77,7 +79,7 @@ class CircuitBreaker:
         self.config = config or CircuitBreakerConfig()
         self._classify = classify
         self._clock = clock
-        # Copies, because a pydantic attribute costs several times a slot.
+        # Copies: a pydantic attribute costs several times a plain one, and an open circuit reads three a call.
         self._recovery_time = self.config.recovery_time_seconds
         self._base_backoff = self.config.base_backoff
         self._max_backoff = self.config.max_backoff
@@ -94,7 +96,7 @@ class CircuitBreaker:
         self._consecutive_failures = 0
         self._retry_attempt = 0
         self._rejections = 0
-        self._rejection_message = f"circuit {name!r} is not closed"
+        self._open_message = f"circuit {name!r} is OPEN"
         self._opened_at = 0.0
         self._probes: list[float] = []  # when each running probe was admitted, oldest first
         self._half_open_successes = 0
@@ -114,7 +116,7 @@ class CircuitBreaker:
                 raise self._rejection(remaining)
             await self._transition(HALF_OPEN, "recovery_time_elapsed", now)
         elif self._probes and now - self._probes[0] >= self._half_open_timeout:
-            self._log(logging.WARNING, "probe_timed_out", seconds=now - self._probes[0])
+            self._log(logging.WARNING, "probe_timed_out", latency_ms=(now - self._probes[0]) * 1000)
             await self._transition(OPEN, "probe_timed_out", now)
         async with self._own_lock():
             # Probes are counted in total, not at once: with a count of those in flight, each one that ends would let
@@ -125,33 +127,38 @@ class CircuitBreaker:
             self._probes.append(now)
             return self._generation
 
-    async def _on_success(self, generation: int, started: float, now: float, outcome: Outcome = SUCCESS) -> None:
-        """Count a SUCCESS, or an ALIVE."""
+    async def _on_success(self, generation: int, started: float, now: float, outcome: Outcome) -> None:
+        """Count a SUCCESS or an ALIVE of a call that ran from `started` to `now`."""
+        latency_ms = (now - started) * 1000
         if generation != self._generation:
-            self._log(logging.INFO, "stale_result_ignored", seconds=now - started)
+            self._log(logging.INFO, "stale_result_ignored", latency_ms=latency_ms)
             return
+        to_state, cause = None, None
         if self._state is HALF_OPEN:
             self._probes.remove(started)
             self._half_open_successes += 1
             if self._half_open_successes == self.config.half_open_max_calls:
-                await self._transition(CLOSED, "probes_succeeded", now, seconds=now - started)
-                return
+                to_state, cause = CLOSED, "probes_succeeded"
         elif outcome is SUCCESS:
             self._consecutive_failures = self._retry_attempt = 0
             self._steady = generation
             if self._window and (cause := self._window.record(now, now - started, False)):
-                await self._transition(OPEN, cause, now, seconds=now - started)
-                return
-        self._log(logging.DEBUG, "call_succeeded", seconds=now - started)
+                to_state = OPEN
+        if to_state and cause:
+            await self._transition(to_state, cause, now, latency_ms=latency_ms)
+        else:
+            self._log(DEBUG, "call_succeeded", latency_ms=latency_ms)
 
-    async def _on_failure(
-        self, generation: int, started: float, now: float, error: BaseException | None = None
-    ) -> None:
+    async def _on_failure(self, generation: int, started: float, now: float, error: BaseException | None) -> None:
         """Count a FAILURE; `error` is None when it was returned and not raised."""
+        details: dict[str, Any] = {
+            "latency_ms": (now - started) * 1000,
+            "error_type": type(error).__name__ if error else None,
+        }
         if generation != self._generation:
-            self._log(logging.INFO, "stale_result_ignored", seconds=now - started, error=error)
+            self._log(logging.INFO, "stale_result_ignored", **details)
             return
-        backoff = self.calculate_backoff()
+        details["backoff_seconds"] = self.calculate_backoff()
         self._retry_attempt += 1
         self._consecutive_failures += 1
         self._steady = -1
@@ -163,20 +170,11 @@ class CircuitBreaker:
         elif self._consecutive_failures >= self.config.failure_threshold:
             cause = "failure_threshold"
         if cause:
-            await self._transition(OPEN, cause, now, seconds=now - started, backoff=backoff, error=error)
+            await self._transition(OPEN, cause, now, **details)
         else:
-            self._log(logging.WARNING, "call_failed", seconds=now - started, backoff=backoff, error=error)
+            self._log(logging.WARNING, "call_failed", **details)
 
-    async def _transition(
-        self,
-        to_state: CircuitState,
-        cause: str,
-        now: float,
-        *,
-        seconds: float = 0.0,
-        backoff: float | None = None,
-        error: BaseException | None = None,
-    ) -> None:
+    async def _transition(self, to_state: CircuitState, cause: str, now: float, **details: Any) -> None:
         """Begin a new generation in `to_state`, then tell the listeners."""
         async with self._own_lock():
             from_state, self._state = self._state, to_state
@@ -184,22 +182,18 @@ class CircuitBreaker:
             self._steady = self._generation if to_state is CLOSED else -1
             self._probes.clear()
             self._half_open_successes = 0
-            unlogged_rejections, self._rejections = self._rejections - 1, 0
+            if self._rejections > 1:
+                details["rejected_calls"] = self._rejections - 1  # the first had its own line
+            self._rejections = 0
             if to_state is OPEN:
                 self._opened_at = now
             if to_state is CLOSED:
                 self._consecutive_failures = self._retry_attempt = 0
                 if self._window:
                     self._window.clear()
-            self._log(
-                logging.ERROR if to_state is OPEN else logging.INFO,
-                f"state_transition_{from_state.lower()}_to_{to_state.lower()}",
-                seconds=seconds,
-                backoff=backoff,
-                error=error,
-                cause=cause,
-                rejected_calls=unlogged_rejections if unlogged_rejections > 0 else None,
-            )
+            level = logging.ERROR if to_state is OPEN else logging.INFO
+            event = f"state_transition_{from_state.lower()}_to_{to_state.lower()}"
+            self._log(level, event, cause=cause, **details)
             self._undelivered.append(Transition(from_state, to_state, self._generation, cause))
         self._notify()
 
@@ -210,6 +204,7 @@ class CircuitBreaker:
             self._probes.remove(started)
 
     # --- the public face -----------------------------------------------------------------------------------------
+
     @property
     def state(self) -> CircuitState:
         """OPEN also when the recovery time is over: it is the next call that makes it HALF_OPEN."""
@@ -374,7 +369,7 @@ class CircuitBreaker:
             now = clock()
             if unclassified and generation == self._steady and not is_logged(DEBUG):
                 if window and (cause := window.record(now, now - started, False)):
-                    await self._transition(OPEN, cause, now, seconds=now - started)
+                    await self._transition(OPEN, cause, now, latency_ms=(now - started) * 1000)
             else:
                 await self._settle(generation, started, now, self.judge(result, None))
             return result
@@ -390,8 +385,11 @@ class CircuitBreaker:
         self._rejections += 1
         if self._rejections == 1:
             event = "call_rejected_circuit_open" if self._state is OPEN else "call_rejected_half_open_limit"
-            self._log(logging.WARNING, event, backoff=backoff)
-        return CircuitBreakerOpenException(self._rejection_message, self.name, remaining, backoff)
+            self._log(logging.WARNING, event, backoff_seconds=backoff)
+        message = (
+            self._open_message if self._state is OPEN else f"circuit {self.name!r} is HALF_OPEN, its probes are taken"
+        )
+        return CircuitBreakerOpenException(message, self.name, remaining, backoff)
 
     def _own_lock(self) -> asyncio.Lock:
         """The lock, for the one event loop that this breaker serves."""
@@ -413,33 +411,20 @@ class CircuitBreaker:
                 for listener in self._listeners:
                     try:
                         listener(transition)
-                    except Exception:
+                    except (Exception, asyncio.CancelledError):  # a future that the listener asked was cancelled
                         self._log(logging.ERROR, "listener_failed", exc_info=True)
         finally:
             self._notifying = False
 
-    def _log(
-        self,
-        level: int,
-        event: str,
-        *,
-        seconds: float = 0.0,
-        backoff: float | None = None,
-        error: BaseException | None = None,
-        exc_info: bool = False,
-        **fields: object,
-    ) -> None:
-        if logger.isEnabledFor(level):
-            half_open_successes = self._half_open_successes if self._state is HALF_OPEN else None
+    def _log(self, level: int, event: str, *, exc_info: bool = False, **fields: Any) -> None:
+        if is_logged(level):
             extra = {
+                "latency_ms": 0.0,
                 "circuit_name": self.name,
                 "state": self._state.value,
                 "event": event,
-                "latency_ms": seconds * 1000,
                 "consecutive_failures": self._consecutive_failures,
-                "half_open_successes": half_open_successes,
-                "backoff_seconds": backoff,
-                "error_type": type(error).__name__ if error else None,
+                "half_open_successes": self._half_open_successes if self._state is HALF_OPEN else None,
                 **fields,
             }
             logger.log(level, event, extra=extra, exc_info=exc_info)

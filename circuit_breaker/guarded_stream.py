@@ -27,10 +27,8 @@ def guard_stream(
         thrown: BaseException | None = None
         try:
             stream = func(*args, **kwargs)
-            step = stream.asend(None)
+            item = await anext(stream)
             while True:
-                item = await step
-                thrown = None
                 try:
                     sent = yield item
                 except GeneratorExit:
@@ -38,9 +36,9 @@ def guard_stream(
                     raise
                 except BaseException as error:
                     thrown = error
-                    step = stream.athrow(error)
+                    item = await stream.athrow(error)
                 else:
-                    step = stream.asend(sent)
+                    item = await stream.asend(sent)
         except StopAsyncIteration:
             await settle(Outcome.SUCCESS, None)
         except BaseException as error:

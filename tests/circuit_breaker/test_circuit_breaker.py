@@ -5,8 +5,9 @@ import time
 
 import pytest
 
-from circuit_breaker import CircuitBreaker, CircuitBreakerConfig, CircuitBreakerOpenException, CircuitState
+from circuit_breaker import CircuitBreaker, CircuitBreakerConfig, CircuitBreakerOpenException
 from circuit_breaker.testing import FakeClock, ScriptedUpstream
+from tests.circuit_breaker.support import CLOSED, HALF_OPEN, OPEN
 
 
 class MockServiceException(Exception):  # noqa: N818 - the name in the article
@@ -21,10 +22,10 @@ async def fail(breaker: CircuitBreaker, times: int = 1) -> None:
 
 async def test_state_closed_to_open_after_threshold(breaker: CircuitBreaker) -> None:
     await fail(breaker, times=2)
-    assert breaker.state == CircuitState.CLOSED
+    assert breaker.state == CLOSED
 
     await fail(breaker)
-    assert breaker.state == CircuitState.OPEN
+    assert breaker.state == OPEN
 
 
 async def test_fail_fast_behavior(breaker: CircuitBreaker) -> None:
@@ -47,9 +48,9 @@ async def test_recovery_to_half_open_and_closed(breaker: CircuitBreaker, clock: 
     clock.advance(10.0)
 
     assert await breaker.call(ScriptedUpstream("first probe")) == "first probe"
-    assert breaker.state == CircuitState.HALF_OPEN
+    assert breaker.state == HALF_OPEN
     assert await breaker.call(ScriptedUpstream("second probe")) == "second probe"
-    assert breaker.state == CircuitState.CLOSED
+    assert breaker.state == CLOSED
 
 
 async def test_half_open_reopens_on_single_failure(breaker: CircuitBreaker, clock: FakeClock) -> None:
@@ -59,7 +60,7 @@ async def test_half_open_reopens_on_single_failure(breaker: CircuitBreaker, cloc
 
     await fail(breaker)
 
-    assert breaker.state == CircuitState.OPEN
+    assert breaker.state == OPEN
     with pytest.raises(CircuitBreakerOpenException) as rejected:
         await breaker.call(ScriptedUpstream())
     assert rejected.value.remaining_seconds == 10.0
@@ -72,7 +73,7 @@ async def test_concurrent_calls_race_condition(breaker: CircuitBreaker, clock: F
     results = await asyncio.gather(*(breaker.call(failing) for _ in range(50)), return_exceptions=True)
 
     # The failing call does not suspend, so it trips the circuit before the second of the fifty starts.
-    assert breaker.state == CircuitState.OPEN
+    assert breaker.state == OPEN
     assert sum(isinstance(result, MockServiceException) for result in results) == 1
     assert sum(isinstance(result, CircuitBreakerOpenException) for result in results) == 49
 
@@ -86,7 +87,7 @@ async def test_concurrent_calls_race_condition(breaker: CircuitBreaker, clock: F
 
     assert results.count("ok") == 2
     assert sum(isinstance(result, CircuitBreakerOpenException) for result in results) == 48
-    assert breaker.state == CircuitState.CLOSED
+    assert breaker.state == CLOSED
 
 
 def test_jittered_backoff_bounds() -> None:

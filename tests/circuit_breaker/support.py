@@ -1,0 +1,28 @@
+"""Words and steps that many tests share."""
+
+import pytest
+
+from circuit_breaker import CircuitBreaker, CircuitState
+from circuit_breaker.testing import ScriptedUpstream
+
+# Typed as the enum: mypy takes `breaker.state == CircuitState.OPEN` to hold for the rest of the test.
+CLOSED: CircuitState = CircuitState.CLOSED
+OPEN: CircuitState = CircuitState.OPEN
+HALF_OPEN: CircuitState = CircuitState.HALF_OPEN
+
+
+class UpstreamError(Exception):
+    """What the upstream raises in these tests."""
+
+
+async def fail(breaker: CircuitBreaker, times: int = 1) -> None:
+    """That many calls, one after the other, which all fail."""
+    for _ in range(times):
+        with pytest.raises(UpstreamError):
+            await breaker.call(ScriptedUpstream(UpstreamError))
+
+
+async def succeed(breaker: CircuitBreaker, times: int = 1) -> None:
+    """That many calls, one after the other, which all succeed."""
+    for _ in range(times):
+        assert await breaker.call(ScriptedUpstream("ok")) == "ok"
