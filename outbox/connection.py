@@ -15,9 +15,9 @@ import sqlite3
 import time
 import weakref
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -160,20 +160,22 @@ class DatabaseThread:
     async def open(self, prepare: Operation[None]) -> None:
         """Connect, and run `prepare` as the first operation.
 
-        Raises the `sqlite3.Error` that SQLite raised, with the name of the file in its message.
+        Here and later, an error of the database is the `sqlite3.Error` that SQLite raised, with the name of the file in
+        its message.
         """
+        if not self._closed:
+            raise RuntimeError(f"the store of {self._path} is open already")
         try:
-            await run_to_end(self._connect())
+            with self._errors_name_the_file():
+                await run_to_end(self._connect())
             self._closed = False
             try:
                 # A file that is ready is only read: it opens while another process holds the write lock.
                 await self.run(prepare, writes=False)
             except sqlite3.OperationalError:
                 await self.run(prepare)
-        except BaseException as error:
+        except BaseException:
             await self.close()
-            if isinstance(error, sqlite3.Error):
-                raise self._naming_the_file(error) from error
             raise
 
     async def _connect(self) -> None:
@@ -233,13 +235,15 @@ class DatabaseThread:
             self._transaction_task = asyncio.current_task()
             connection = self._transaction_connection
             try:
-                await run_to_end(_begin(connection))
+                with self._errors_name_the_file():
+                    await run_to_end(_begin(connection))
                 yield connection
                 if not connection.in_transaction:
                     raise RuntimeError(
                         "the transaction was ended inside its block: leave COMMIT and ROLLBACK to the block's end"
                     )
-                await run_to_end(connection.commit())
+                with self._errors_name_the_file():
+                    await run_to_end(connection.commit())
             finally:
                 # Whatever was raised: CancelledError is no Exception, and a rollback under `except Exception` would
                 # leave the transaction open and the file locked. After the commit there is nothing to roll back.
@@ -248,7 +252,7 @@ class DatabaseThread:
             self._transaction_task = None
             if turn.begun:
                 self._end_turn()
-                if self._wal_size() > WAL_SIZE_LIMIT:
+                if self._wal_size() > WAL_SIZE_LIMIT and not self._closed:
                     self._join_queue(_nothing)
 
     # --- the queue ---
@@ -375,8 +379,17 @@ class DatabaseThread:
         except FileNotFoundError:
             return 0
 
+    @contextmanager
+    def _errors_name_the_file(self) -> Generator[None, None, None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise self._naming_the_file(error) from error
+
     def _naming_the_file(self, error: sqlite3.Error) -> sqlite3.Error:
-        return type(error)(f"{self._path}: {error}")
+        named = type(error)(f"{self._path}: {error}")
+        named.__cause__ = error
+        return named
 
 
 async def _begin(connection: aiosqlite.Connection) -> None:
