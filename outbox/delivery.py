@@ -134,4 +134,8 @@ def _being_cancelled() -> bool:
 
 
 def _describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    # httpx often says nothing itself: that the peer has reset the connection is told further down.
+    told: BaseException | None = error
+    while told is not None and not str(told):
+        told = told.__cause__ or told.__context__
+    return type(error).__name__ if told is None else f"{type(error).__name__}: {told}"
