@@ -42,13 +42,13 @@ class Delivery:
         try:
             async with deadline:
                 await self._post(client)
-        except asyncio.CancelledError as error:
-            if _being_cancelled():
-                raise
-            self.error = _describe(error)  # raised by the client, not by whoever cancels this task
         except Exception as error:
             timed_out = isinstance(error, TimeoutError) and deadline.expired()
             self.error = f"no answer within {self._config.request_timeout} s" if timed_out else _describe(error)
+        except (asyncio.CancelledError, BaseExceptionGroup) as error:
+            if _being_cancelled():
+                raise asyncio.CancelledError from error
+            self.error = _describe(error)  # raised by the client, not by whoever cancels this task
 
     async def _post(self, client: httpx.AsyncClient) -> None:
         async with client.stream(

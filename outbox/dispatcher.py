@@ -23,6 +23,7 @@ from outbox.store import OutboxStore
 logger = logging.getLogger(__name__)
 
 GATHER_SECONDS = 0.005
+LONGEST_PAUSE_AFTER_A_FAULT_SECONDS = 1.0
 
 CLAIM_FAULT = "The outbox cannot be read; trying again."
 SETTLE_FAULT = "A delivery cannot be settled; trying again while its lease lasts."
@@ -46,6 +47,7 @@ class OutboxDispatcher:
         self._config = config
         self._store = store
         self._endpoint = httpx.URL(config.consumer_endpoint)
+        self._pause_after_a_fault = min(config.poll_interval, LONGEST_PAUSE_AFTER_A_FAULT_SECONDS)
         self._client = client
         self._in_a_slot: set[asyncio.Task[Outcome]] = set()
         self._slots_reserved = 0
@@ -67,13 +69,15 @@ class OutboxDispatcher:
         counted.
         """
         async with self._http_client() as client:
-            deliveries = await self._start_deliveries(client)
+            try:
+                deliveries = await self._start_deliveries(client)
+            finally:
+                self._wake.set()  # run() may have found every free slot reserved for this claim, and waits for one
             try:
                 if deliveries:
                     await asyncio.wait(deliveries)
-            except asyncio.CancelledError:
+            finally:
                 await run_to_end(self._give_back(deliveries))
-                raise
             return [delivery.result() for delivery in deliveries]
 
     async def run(self) -> None:
@@ -92,25 +96,31 @@ class OutboxDispatcher:
                         await self._run_one_round(client, under_way)
                     if under_way:
                         await asyncio.wait(under_way)
-                except asyncio.CancelledError:
+                finally:
                     await run_to_end(self._give_back(under_way))
-                    raise
         finally:
             self._stop_requested = False
             self._stopped.set()
 
     async def stop(self) -> None:
         """Claim nothing more; return when each delivery under way is settled, after `request_timeout` at the latest."""
+        await asyncio.sleep(0)  # a run() whose task was created just before has begun when this returns
         if not self._stopped.is_set():
             self._stop_requested = True
             self._wake.set()
             await self._stopped.wait()
 
     async def __aenter__(self) -> Self:
-        self._task = asyncio.create_task(self.run())
-        await asyncio.sleep(0)  # it has begun when this returns, so stop() finds it running
-        if self._task.done():
-            self._task.result()
+        task = asyncio.create_task(self.run())
+        try:
+            await asyncio.sleep(0)  # it has begun when this returns, so it is known whether it runs already
+        except asyncio.CancelledError:
+            task.cancel()
+            await asyncio.wait([task])
+            raise
+        if task.done():
+            task.result()
+        self._task = task
         return self
 
     async def __aexit__(
@@ -138,13 +148,18 @@ class OutboxDispatcher:
         except Exception as error:
             self._report(CLAIM_FAULT, error)
             with suppress(TimeoutError):
-                async with asyncio.timeout(self._config.poll_interval):
+                async with asyncio.timeout(self._pause_after_a_fault):
                     await self._wake.wait()
             return
         self._report_recovery(CLAIM_FAULT)
+
+        def settled(delivery: asyncio.Task[Outcome]) -> None:
+            if not delivery.cancelled():  # the end of the event loop cancels it on its own: it is still to be released
+                del under_way[delivery]
+
         for delivery, event in started.items():
             under_way[delivery] = event
-            delivery.add_done_callback(under_way.pop)
+            delivery.add_done_callback(settled)
 
     async def _start_deliveries(self, client: httpx.AsyncClient) -> Deliveries:
         """PENDING -> PROCESSING for as many events as there are free slots, so none that is claimed waits for one.
@@ -221,10 +236,12 @@ class OutboxDispatcher:
                 if tries > 1:
                     self._report_recovery(SETTLE_FAULT)
                 return outcome
-            if self._stop_requested or asyncio.get_running_loop().time() >= lease_ends:
+            if self._stop_requested or slot.cancelling() or asyncio.get_running_loop().time() >= lease_ends:
+                self._faults.pop(SETTLE_FAULT, None)  # given up: the next one is news again
                 return None
             self._in_a_slot.add(slot)  # what cannot be settled slows the claims down
-            await asyncio.sleep(self._config.poll_interval)
+            with suppress(asyncio.CancelledError):  # then it is tried once more: what came of it is known
+                await asyncio.sleep(self._pause_after_a_fault)
 
     async def _gather(self) -> None:
         """Wait a moment for other deliveries to end: what they settle, and the next claim, then share one commit."""
@@ -286,14 +303,15 @@ class OutboxDispatcher:
 
     async def _give_back(self, deliveries: Deliveries) -> None:
         """Cancel the deliveries, and release the events whose answer had not arrived: PROCESSING -> PENDING."""
-        pending = {delivery: event for delivery, event in deliveries.items() if not delivery.done()}
-        for delivery in pending:
+        for delivery in deliveries:
             delivery.cancel()
-        for delivery, event in pending.items():
-            await asyncio.wait([delivery])
+        for delivery, event in list(deliveries.items()):
+            if not delivery.done():
+                await asyncio.wait([delivery])
             if delivery.cancelled():
                 try:
                     await self._store.release(event, retry_in=0.0)
+                    self._report_recovery(RELEASE_FAULT)
                 except Exception as error:
                     self._report(RELEASE_FAULT, error)
 
@@ -310,8 +328,11 @@ class OutboxDispatcher:
         if self._client is not None:
             yield self._client
         else:
-            async with create_client() as client:
+            client = create_client()
+            try:
                 yield client
+            finally:
+                await run_to_end(client.aclose())
 
     def _report(self, fault: str, error: Exception) -> None:
         """Log a fault once per cause, not once per try: an hour of a locked database is a line, not thousands."""
