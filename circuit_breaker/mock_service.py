@@ -55,14 +55,15 @@ class MockService:
         """Answer as `behaviour` says at the moment when the request arrives."""
         self.requests += 1
         behaviour = self.behaviour.model_copy()
-        await asyncio.sleep(behaviour.latency_seconds)
+        hangs = behaviour.mode is Mode.HANG
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(None if hangs else behaviour.latency_seconds):
+                while (await request.receive())["type"] != "http.disconnect":
+                    pass  # A caller who leaves must not keep the server from stopping.
         if behaviour.mode is Mode.FAIL:
             return JSONResponse({"detail": "injected failure"}, status_code=behaviour.status_code)
         if behaviour.mode is Mode.RESET:
             return _HalfAResponse()
-        if behaviour.mode is Mode.HANG:
-            while (await request.receive())["type"] != "http.disconnect":
-                pass
         return JSONResponse({"status": "charged"})
 
 
@@ -118,10 +119,17 @@ async def serve(app: Any) -> AsyncGenerator[str, None]:
             await running
 
 
+def _port(text: str) -> int:
+    port = int(text)
+    if not 0 <= port <= 65535:
+        raise argparse.ArgumentTypeError(f"{port} is not a port (0 to 65535; 0: any free one)")
+    return port
+
+
 def main() -> None:
     """Serve the mock upstream until interrupted."""
     parser = argparse.ArgumentParser(prog="python -m circuit_breaker.mock_service", description="A mock upstream.")
-    parser.add_argument("--port", type=int, default=8001, help="port on 127.0.0.1 (default: %(default)s)")
+    parser.add_argument("--port", type=_port, default=8001, help="port on 127.0.0.1 (default: %(default)s)")
     port: int = parser.parse_args().port
     uvicorn.run(create_app(), host="127.0.0.1", port=port, timeout_graceful_shutdown=1)
 

@@ -70,9 +70,9 @@ async def test_a_rejection_holds_no_reference_to_its_breaker(breaker: CircuitBre
     with pytest.raises(CircuitBreakerOpenException) as rejected:
         await breaker.call(ScriptedUpstream())
 
+    # Without the traceback, whose frames are the caller's: plain values and nothing else.
     held = gc.get_referents(rejected.value.with_traceback(None))
-    assert breaker not in held
-    assert {type(value) for value in held} <= {str, float, tuple, type(None)}
+    assert {type(value).__module__ for value in held} == {"builtins"}
 
 
 async def rejection_of(breaker: CircuitBreaker) -> "weakref.ref[BaseException]":
