@@ -7,7 +7,7 @@ that it expects; whatever raises, including a cancellation, leaves all of an ope
 import logging
 import math
 import sqlite3
-from asyncio import CancelledError, Event
+from asyncio import Event
 from asyncio import timeout as deadline
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -263,19 +263,25 @@ class SQLiteStore:
             "limit": limit,
         }
 
-        try:
-            rows = await self._database.run(Statement(_CLAIM, claim))
-        except CancelledError:
-            # The claim may have been committed, and nobody has it: without this its events wait for the lease's end.
-            with suppress(sqlite3.Error):
-                await self._database.run_uncancelled(Statement(_GIVE_BACK_CLAIM, claim))
-            raise
+        claimed: list[sqlite3.Row] = []
+
+        def take_leases(connection: sqlite3.Connection) -> None:
+            claimed[:] = connection.execute(_CLAIM, claim).fetchall()
+
         events: list[OutboxEvent] = []
-        for row in rows:
-            try:
-                events.append(_event(row))
-            except ValidationError as error:
-                await self._quarantine_undecodable(row["sequence"], claim, str(error))
+        try:
+            await self._database.run(take_leases)
+            for row in claimed:
+                try:
+                    events.append(_event(row))
+                except ValidationError as error:
+                    await self._quarantine_undecodable(row["sequence"], claim, str(error))
+        except BaseException:
+            # The claim may have been committed, and nobody has it: without this its events wait for the lease's end.
+            if claimed:
+                with suppress(sqlite3.Error, RuntimeError):  # the database fails, or the store was closed meanwhile
+                    await self._database.run_uncancelled(Statement(_GIVE_BACK_CLAIM, claim))
+            raise
         return sorted(events, key=lambda event: event.sequence)
 
     async def _quarantine_undecodable(self, sequence: int, claim: dict[str, Any], reason: str) -> None:
