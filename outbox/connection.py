@@ -345,7 +345,10 @@ class DatabaseThread:
         try:
             turn.result, turn.error = turn.operation(self._connection), None
         except BaseException as error:  # whatever it is, it belongs to the caller
-            turn.error = error
+            turn.error = self._naming_the_file(error) if isinstance(error, sqlite3.Error) else error
+            if not self._connection.in_transaction:
+                # It took the whole transaction with it, as a full disk does: going on, the next would commit alone.
+                raise sqlite3.OperationalError("an operation rolled back the whole transaction") from error
             if in_savepoint:
                 self._connection.execute("ROLLBACK TO operation")
         if in_savepoint:
@@ -376,7 +379,7 @@ class DatabaseThread:
     def _wal_size(self) -> int:
         try:
             return os.stat(f"{self._path}-wal").st_size
-        except FileNotFoundError:
+        except OSError:
             return 0
 
     @contextmanager
