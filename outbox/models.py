@@ -7,13 +7,14 @@ import hashlib
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from decimal import Decimal
 from enum import StrEnum
 from typing import Annotated, Any, NoReturn, cast
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, field_validator
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, PlainSerializer, field_validator
 
 # --- Section 1: the life of an event -------------------------------------------------------------------
 
@@ -46,6 +47,10 @@ _VISIBLE_ASCII = r"^[\x21-\x7e]{1,200}$"
 HeaderToken = Annotated[str, Field(pattern=_VISIBLE_ASCII)]
 """1 to 200 visible ASCII characters: what is sent as a header can never break one."""
 
+_AMOUNT_DIGITS = 38
+Amount = Annotated[Decimal, PlainSerializer(lambda amount: format(amount, "f"), when_used="json")]
+"""Money. In JSON a decimal string without an exponent: "100", where str() may say "1E+2"."""
+
 _UNEXPECTED_FIELD_IS_AN_ERROR = ConfigDict(frozen=True, extra="forbid")
 
 
@@ -55,7 +60,7 @@ class OrderCreate(BaseModel):
     model_config = _UNEXPECTED_FIELD_IS_AN_ERROR
 
     customer_email: str = Field(min_length=3, max_length=320, pattern=r"^[^@\s\x00-\x1f]+@[^@\s\x00-\x1f]+$")
-    amount: Decimal = Field(ge=0, allow_inf_nan=False, max_digits=38)
+    amount: Amount = Field(ge=0, allow_inf_nan=False, max_digits=_AMOUNT_DIGITS)
 
     @field_validator("amount", mode="before")
     @classmethod
@@ -67,8 +72,10 @@ class OrderCreate(BaseModel):
 
     @field_validator("amount")
     @classmethod
-    def _amount_is_not_minus_zero(cls, amount: Decimal) -> Decimal:
-        return amount.copy_abs()
+    def _amount_can_be_written_out(cls, amount: Decimal) -> Decimal:
+        if amount.adjusted() < -_AMOUNT_DIGITS:  # max_digits lets 0E-999999999 through: a gigabyte of zeros
+            raise ValueError(f"must not have more than {_AMOUNT_DIGITS} decimal places")
+        return amount.copy_abs()  # not -0
 
 
 class OrderRecord(BaseModel):
@@ -78,7 +85,7 @@ class OrderRecord(BaseModel):
 
     id: str
     customer_email: str
-    amount: Decimal
+    amount: Amount
     status: str
     created_at: AwareDatetime
 
@@ -140,6 +147,9 @@ class DuplicateEventError(ValueError):
 # --- Section 2: canonical JSON and the idempotency key -------------------------------------------------
 
 
+_LARGEST_EXPONENT = 1000
+_NESTED_TOO_DEEPLY = "{} is nested too deeply, or contains itself"
+
 Payload = dict[str, Any] | str | BaseModel
 """A dict, a JSON text, or a pydantic model."""
 
@@ -148,16 +158,13 @@ def canonicalize_json_payload(payload: Payload) -> str:
     """Return the one JSON text of a payload: keys sorted, no white space (Section 2).
 
     Without floats and with integers within 2**53 the result equals RFC 8785; a float is written as Python writes it.
-    A `Decimal` becomes a string, so it stays exact.
+    A `Decimal` becomes a string, so it stays exact, and never has an exponent: "100", not "1E+2".
 
     Raises `TypeError` for a value that JSON does not have (set, bytes, a key that is no string), and `ValueError`
     for one that would not survive the journey: NaN, Infinity, a duplicate key, a lone surrogate, invalid JSON,
     nesting without end.
     """
-    try:
-        return json.dumps(_canonical(_json_value(payload), "payload"), separators=(",", ":"), ensure_ascii=False)
-    except RecursionError:
-        raise ValueError("payload is nested too deeply, or contains itself") from None
+    return _canonical_text(_json_value(payload), "payload")
 
 
 def compute_idempotency_key(payload: Payload) -> str:
@@ -174,15 +181,18 @@ def seal_envelope(
     """Return the text that is stored and sent for an event, and its idempotency key.
 
     Type and aggregate are part of the text, so two different events never share a key. Raises as
-    `canonicalize_json_payload`, and `ValueError` for a type or aggregate that is not 1 to 200 visible ASCII characters.
+    `canonicalize_json_payload`, and `TypeError` or `ValueError` for a type or aggregate that is not a string of 1 to
+    200 visible ASCII characters.
     """
     for field, value in (("event_type", event_type), ("aggregate_id", aggregate_id)):
+        if not isinstance(value, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"{field} must be a string, not {value!r}")
         if not re.fullmatch(_VISIBLE_ASCII, value):
             raise ValueError(f"{field} must be 1 to 200 visible ASCII characters without a space, not {value!r}")
     envelope = {"aggregate_id": aggregate_id, "data": _json_value(payload), "type": event_type}
     if occurrence_id is not None:
         envelope["occurrence_id"] = occurrence_id
-    payload_json = canonicalize_json_payload(envelope)
+    payload_json = _canonical_text(envelope, "event")
     return payload_json, _sha256(payload_json)
 
 
@@ -190,7 +200,12 @@ def _json_value(payload: Payload) -> Any:
     if isinstance(payload, BaseModel):
         return payload.model_dump(mode="json")
     if isinstance(payload, str):
-        return json.loads(payload, object_pairs_hook=_refuse_duplicate_keys, parse_constant=_refuse_constant)
+        try:
+            return json.loads(payload, object_pairs_hook=_refuse_duplicate_keys, parse_constant=_refuse_constant)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"payload is no valid JSON: {error}") from None
+        except RecursionError:
+            raise ValueError(_NESTED_TOO_DEEPLY.format("payload")) from None
     if isinstance(payload, dict):  # pyright: ignore[reportUnnecessaryIsInstance]
         return payload
     raise TypeError(f"Unsupported payload type: {type(payload).__name__}")
@@ -198,6 +213,13 @@ def _json_value(payload: Payload) -> Any:
 
 def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _canonical_text(value: Any, path: str) -> str:
+    try:
+        return json.dumps(_canonical(value, path), separators=(",", ":"), ensure_ascii=False)
+    except RecursionError:
+        raise ValueError(_NESTED_TOO_DEEPLY.format(path)) from None
 
 
 def _canonical(value: Any, path: str) -> Any:
@@ -213,7 +235,9 @@ def _canonical(value: Any, path: str) -> Any:
     if isinstance(value, Decimal):
         if not value.is_finite():
             raise ValueError(f"{path} is {value}, which JSON does not have")
-        return str(value)
+        if abs(value.adjusted()) > _LARGEST_EXPONENT:  # written out, a short one could take gigabytes
+            raise ValueError(f"{path} is {value}: an exponent beyond {_LARGEST_EXPONENT} is not written out")
+        return format(value, "f")
     if isinstance(value, list | tuple):
         items = cast("Sequence[Any]", value)
         return [_canonical(item, f"{path}[{index}]") for index, item in enumerate(items)]
@@ -245,8 +269,7 @@ def _refuse_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     members = dict(pairs)
     if len(members) != len(pairs):
         # json.loads alone keeps the last one: two different texts would get one key.
-        keys = [key for key, _ in pairs]
-        duplicate = next(key for key in keys if keys.count(key) > 1)
+        [(duplicate, _)] = Counter(key for key, _ in pairs).most_common(1)
         raise ValueError(f"payload has the key {duplicate!r} twice in one object")
     return members
 

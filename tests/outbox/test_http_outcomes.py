@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import httpx_aiohttp
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outbox.config import AppConfig
@@ -220,6 +220,7 @@ _date_like = st.lists(
 ).map(" ".join)
 
 
+@settings(deadline=None)
 @given(value=st.one_of(st.text(), _date_like))
 def test_no_retry_after_raises_or_leaves_the_bounds(value: str) -> None:
     config = AppConfig(consumer_endpoint="http://consumer/", base_backoff=1.0)
