@@ -14,7 +14,7 @@ import httpx
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, le=2**63 - 1)]  # what SQLite can hold
 FailureStatus = Annotated[int, Field(ge=300, le=599)]
 
 
@@ -59,6 +59,8 @@ class AppConfig(BaseModel):
             raise ValueError(f"is not a URL: {error}") from None
         if url.scheme not in {"http", "https"} or not url.host:
             raise ValueError("must be an http:// or https:// URL with a host")
+        if url.port is not None and not 0 < url.port < 65536:
+            raise ValueError(f"has the port {url.port}, which is not one of 1 to 65535")
         return endpoint
 
     @field_validator("lease_seconds")
@@ -81,7 +83,10 @@ _STANDARD_ATTRIBUTES = frozenset(logging.makeLogRecord({}).__dict__) | {"message
 
 
 class JsonLogFormatter(logging.Formatter):
-    """One log record, one line of JSON: timestamp, level, logger, message, then what `extra` held (Section 6)."""
+    """One log record, one line of JSON: timestamp, level, logger, message, then what `extra` held (Section 6).
+
+    The line is ASCII, so that no stream refuses it. A value that JSON does not have is written as its `str` or `repr`.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
@@ -90,12 +95,20 @@ class JsonLogFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        line.update((name, value) for name, value in record.__dict__.items() if name not in _STANDARD_ATTRIBUTES)
+        line |= {name: value for name, value in record.__dict__.items() if name not in _STANDARD_ATTRIBUTES | set(line)}
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        text = json.dumps(line, ensure_ascii=False, default=str)
-        # A lone surrogate (from a bad file name, say) would make the stream raise and lose the line.
-        return text.encode("utf-8", "backslashreplace").decode()
+        return "{" + ", ".join(f"{_json_text(name)}: {_json_text(value)}" for name, value in line.items()) + "}"
+
+
+def _json_text(value: object) -> str:
+    try:
+        return json.dumps(value, allow_nan=False, default=str)
+    except Exception:  # NaN, a list that contains itself, a key that is no string, an object that has no text
+        try:
+            return json.dumps(repr(value))
+        except Exception:
+            return json.dumps(f"<{type(value).__name__}>")
 
 
 def configure_logging(level: int | str = logging.INFO, stream: TextIO | None = None) -> None:
