@@ -70,7 +70,9 @@ class Demo:
     async def _cycle_2_delivery(self, event: OutboxEvent) -> None:
         heading("CYCLE 2: DELIVERY (PENDING -> PUBLISHED)")
         outcomes = await OutboxDispatcher(self._config, self._store).process_batch()
-        self._check("the event is delivered and PUBLISHED", outcomes == [self._status(event)] == [EventStatus.PUBLISHED])
+        self._check(
+            "the event is delivered and PUBLISHED", outcomes == [self._status(event)] == [EventStatus.PUBLISHED]
+        )
         self._check("the consumer ran its side effect once", self._consumer.side_effects_count == 1)
 
     async def _cycle_3_dead_letter(self) -> OutboxEvent:
@@ -140,7 +142,9 @@ async def demonstrate(db_path: Path) -> bool:
         counts = (await store.stats()).counts
         if counts[EventStatus.PENDING] or counts[EventStatus.PROCESSING]:
             # Somebody's real events would go to the demonstration's consumer, and be marked as delivered.
-            raise ValueError(f"{db_path} has events that wait for delivery: the demonstration needs a database of its own")
+            raise ValueError(
+                f"{db_path} has events that wait for delivery: the demonstration needs a database of its own"
+            )
         return await Demo(db_path, store, consumer, f"{url}/webhooks").run()
 
 
