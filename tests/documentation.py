@@ -59,12 +59,20 @@ def commands(page: str) -> list[str]:
     return [command for line in lines if (command := line.split("#")[0].strip())]
 
 
+def reader_environment() -> dict[str, str]:
+    """This Python and this checkout, as a reader has them who has activated the virtual environment."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)}
+
+
 def run(command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run one command of a page as its reader would in `cwd`, with this Python and this checkout."""
-    environment = os.environ | {
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
-    }
+    """Run one command of a page as its reader would, in the folder `cwd`."""
     return subprocess.run(
-        shlex.split(command), cwd=cwd, env=environment, capture_output=True, text=True, timeout=120, check=False
+        shlex.split(command),
+        cwd=cwd,
+        env=reader_environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
