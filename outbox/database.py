@@ -255,6 +255,7 @@ class SQLiteStore:
         attempt, so an event that kills its dispatcher ends in quarantine and not in a loop. A row that cannot be
         decoded is quarantined at once, and the others are returned.
         """
+        _refuse_negative(limit)
         now = self._clock()
         claim = {
             "token": uuid4().hex,
@@ -354,6 +355,7 @@ class SQLiteStore:
 
         Raises `ValueError` when `after` is no dead letter (any more).
         """
+        _refuse_negative(limit)
 
         def page(connection: sqlite3.Connection) -> list[DeadLetterRecord]:
             start = 0
@@ -431,6 +433,11 @@ def _dead_letter(row: Sequence[Any]) -> DeadLetterRecord:
     """Decode for the eyes of an operator: what made the event a dead letter may be that it is no text."""
     readable = [value.decode(errors="replace") if isinstance(value, bytes) else _storable(value) for value in row]
     return DeadLetterRecord.model_validate(dict(zip(DeadLetterRecord.model_fields, readable, strict=True)))
+
+
+def _refuse_negative(limit: int) -> None:
+    if limit < 0:  # to SQLite it would mean: all there are
+        raise ValueError(f"limit must not be negative, it is {limit}")
 
 
 def _storable(text: str) -> str:

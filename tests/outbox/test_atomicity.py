@@ -179,7 +179,7 @@ async def test_a_refused_event_leaves_the_transaction_as_it_was(store: SQLiteSto
         await conn.execute(INSERT_ORDER)
         with pytest.raises(ValueError, match="event_type"):
             await store.add_event(conn, event_type="two words", aggregate_id="order-1", payload={})
-        with pytest.raises(TypeError, match=r"payload\.data\.tags is a set"):
+        with pytest.raises(TypeError, match=r"data\.tags is a set"):
             await store.add_event(conn, event_type="order.created", aggregate_id="order-1", payload={"tags": {1}})
         await store.add_event(conn, event_type="order.created", aggregate_id="order-1", payload={})
 
