@@ -119,8 +119,7 @@ class CircuitBreaker:
             self._log(logging.WARNING, "probe_timed_out", latency_ms=(now - self._probes[0]) * 1000)
             await self._transition(OPEN, "probe_timed_out", now)
         async with self._own_lock():
-            # Probes are counted in total, not at once: with a count of those in flight, each one that ends would let
-            # one more through.
+            # In total, not at once: the article's listing counts those in flight, so each that ends lets one more in.
             places_taken = len(self._probes) + self._half_open_successes
             if self._state is OPEN or places_taken >= self.config.half_open_max_calls:
                 raise self._rejection(self._recovery_time if self._state is OPEN else 0.0)
@@ -305,7 +304,7 @@ class CircuitBreaker:
         """
         attempt = self._retry_attempt if retry_attempt is None else max(0, retry_attempt)
         cap = self._max_backoff
-        if attempt < self._max_backoff_from:  # Without this, 2 ** attempt overflows after 1,021 rejections.
+        if attempt < self._max_backoff_from:  # The article's listing overflows here after 1,021 rejections.
             cap = min(cap, math.ldexp(self._base_backoff, attempt))
         return random.random() * cap  # noqa: S311 - jitter, not a secret
 
@@ -349,11 +348,13 @@ class CircuitBreaker:
     # --- how functions are wrapped -------------------------------------------------------------------------------
 
     def _guard_function(self, func: Callable[..., Awaitable[R]]) -> Callable[..., Coroutine[Any, Any, R]]:
+        """One coroutine around each call, and the two outcomes that most calls have spelled out: they pay for speed."""
         clock, window = self._clock, self._window
         unclassified = self._classify is None
 
         async def guarded(*args: Any, **kwargs: Any) -> R:
             started = clock()
+            # As in _before_call. Neither a healthy call nor a rejection while OPEN changes the state: no lock.
             if self._state is CLOSED:
                 generation = self._generation
             elif self._state is OPEN and (remaining := self._opened_at + self._recovery_time - started) > 0.0:
@@ -361,6 +362,7 @@ class CircuitBreaker:
             else:
                 generation = await self._before_call(started)
             try:
+                # An empty ** is copied all the same.
                 result = await (func(*args, **kwargs) if kwargs else func(*args))
             except BaseException as error:
                 # Also CancelledError and GeneratorExit: a probe that ends must never keep its place.
@@ -368,6 +370,7 @@ class CircuitBreaker:
                 raise
             now = clock()
             if unclassified and generation == self._steady and not is_logged(DEBUG):
+                # No outcome to ask for, no streak to end, nothing to log: the window is all there is to keep.
                 if window and (cause := window.record(now, now - started, False)):
                     await self._transition(OPEN, cause, now, latency_ms=(now - started) * 1000)
             else:
@@ -393,7 +396,7 @@ class CircuitBreaker:
 
     def _own_lock(self) -> asyncio.Lock:
         """The lock, for the one event loop that this breaker serves."""
-        loop = asyncio._get_running_loop()
+        loop = asyncio._get_running_loop()  # None, and no error, where another library than asyncio drives the call
         if loop is not self._loop:
             # asyncio's locks are not thread-safe: two loops in two threads could both hold it.
             if self._loop is not None and self._loop.is_running():

@@ -35,7 +35,7 @@ class CircuitBreakerOpenException(CircuitBreakerError):  # noqa: N818 - the arti
         backoff_seconds: float = 0.0,
     ) -> None:
         # Every argument goes to Exception, because that is what pickling and copying pass to the constructor again.
-        # Straight to it and into slots: an open circuit must be cheap, and this is half of what a rejection costs.
+        # Straight to it, and into slots: each rejection pays for this.
         Exception.__init__(self, message, circuit_name, remaining_seconds, backoff_seconds)
         self.message = message
         self.circuit_name = circuit_name

@@ -28,7 +28,7 @@ from circuit_breaker.mock_service import MockService, Mode, create_app, serve
 from circuit_breaker.states import CircuitState
 from circuit_breaker.telemetry import JsonStructuredFormatter
 
-CONFIG = CircuitBreakerConfig(failure_threshold=3, recovery_time_seconds=1.0, half_open_max_calls=2)
+CONFIG = CircuitBreakerConfig(failure_threshold=3, recovery_time_seconds=0.5, half_open_max_calls=2)
 
 
 class Demo:

@@ -1,5 +1,9 @@
 """Words and steps that many tests share."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from circuit_breaker import CircuitBreaker, CircuitState
@@ -9,6 +13,9 @@ from circuit_breaker.testing import ScriptedUpstream
 CLOSED: CircuitState = CircuitState.CLOSED
 OPEN: CircuitState = CircuitState.OPEN
 HALF_OPEN: CircuitState = CircuitState.HALF_OPEN
+
+
+ROOT = Path(__file__).parents[2]
 
 
 class UpstreamError(Exception):
@@ -26,3 +33,11 @@ async def succeed(breaker: CircuitBreaker, times: int = 1) -> None:
     """That many calls, one after the other, which all succeed."""
     for _ in range(times):
         assert await breaker.call(ScriptedUpstream("ok")) == "ok"
+
+
+def run_in_shell(script: str) -> subprocess.CompletedProcess[str]:
+    """Run it as a reader in the project's root would, with this interpreter as `python`."""
+    path = f'export PATH="{Path(sys.executable).parent}:$PATH"\n'
+    return subprocess.run(
+        ["bash", "-c", path + script], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
