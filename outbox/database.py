@@ -431,7 +431,7 @@ def _event(row: Sequence[Any]) -> OutboxEvent:
 
 def _dead_letter(row: Sequence[Any]) -> DeadLetterRecord:
     """Decode for the eyes of an operator: what made the event a dead letter may be that it is no text."""
-    readable = [value.decode(errors="replace") if isinstance(value, bytes) else _storable(value) for value in row]
+    readable = [value.decode(errors="replace") if isinstance(value, bytes) else _valid_utf8(value) for value in row]
     return DeadLetterRecord.model_validate(dict(zip(DeadLetterRecord.model_fields, readable, strict=True)))
 
 
@@ -442,7 +442,11 @@ def _refuse_negative(limit: int) -> None:
 
 def _storable(text: str) -> str:
     """Return what fits into a column of a few KiB and is valid UTF-8, whatever a remote side put into it."""
-    return text[:ERROR_MESSAGE_LIMIT].encode("utf-8", "replace").decode()
+    return _valid_utf8(text[:ERROR_MESSAGE_LIMIT])
+
+
+def _valid_utf8(text: str) -> str:
+    return text.encode("utf-8", "replace").decode()
 
 
 def _moment_after(now: datetime, seconds: float) -> str:
