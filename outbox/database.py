@@ -116,7 +116,7 @@ _COUNTS = {
     EventStatus.PUBLISHED: "SELECT count(*) FROM outbox WHERE status = 'PUBLISHED'",
     EventStatus.DEAD_LETTER: "SELECT count(*) FROM dead_letter_queue",
 }
-_OLDEST_PENDING = "SELECT created_at FROM outbox WHERE status = 'PENDING' ORDER BY sequence LIMIT 1"
+_PENDING_SINCE = "SELECT created_at FROM outbox WHERE status = 'PENDING' ORDER BY sequence"
 _PURGE = """
     DELETE FROM outbox WHERE sequence IN (
         SELECT sequence FROM outbox WHERE status = 'PUBLISHED' AND updated_at < :before LIMIT :limit
@@ -372,15 +372,18 @@ class SQLiteStore:
     async def stats(self) -> OutboxStats:
         """Count the events per state and tell how many seconds the oldest PENDING one has waited."""
 
-        def count(connection: sqlite3.Connection) -> tuple[dict[EventStatus, int], Any]:
-            counts = {status: connection.execute(sql).fetchone()[0] for status, sql in _COUNTS.items()}
-            return counts, connection.execute(_OLDEST_PENDING).fetchone()
+        now = self._clock()
 
-        counts, oldest = await self._database.run(count, writes=False)
-        age = None
-        if oldest is not None:
-            age = max(0.0, (self._clock() - datetime.fromisoformat(oldest[0])).total_seconds())
-        return OutboxStats(counts=counts, oldest_pending_age_seconds=age)
+        def count(connection: sqlite3.Connection) -> OutboxStats:
+            counts = {status: connection.execute(sql).fetchone()[0] for status, sql in _COUNTS.items()}
+            age = None
+            for (created_at,) in connection.execute(_PENDING_SINCE):
+                with suppress(TypeError, ValueError):  # what cannot be decoded is left to the next claim
+                    age = max(0.0, (now - datetime.fromisoformat(created_at)).total_seconds())
+                    break
+            return OutboxStats(counts=counts, oldest_pending_age_seconds=age)
+
+        return await self._database.run(count, writes=False)
 
     async def purge_published(self, older_than: timedelta) -> int:
         """Delete what was published longer ago than `older_than`; return how many. Their keys are forgotten.

@@ -108,6 +108,15 @@ class OutboxEvent(BaseModel):
     updated_at: AwareDatetime
     lease_token: str | None = None
 
+    @field_validator("payload_json")
+    @classmethod
+    def _payload_can_be_sent(cls, payload_json: str) -> str:
+        try:
+            payload_json.encode()
+        except UnicodeEncodeError:  # how a store hands on bytes that are no text
+            raise ValueError("is not valid UTF-8") from None
+        return payload_json
+
 
 class DeadLetterRecord(BaseModel):
     """A row of `dead_letter_queue`."""

@@ -6,7 +6,7 @@ safety and order add `aggregate_id`, `sequence`, `is_head`, `next_attempt_at`, `
 
 import sqlite3
 
-from outbox.models import LEGAL_STATUS_CHANGES
+from outbox.models import LEGAL_STATUS_CHANGES, DeadLetterRecord, OutboxEvent
 
 _LEGAL = ", ".join(sorted(f"'{old}->{new}'" for old, new in LEGAL_STATUS_CHANGES))
 
@@ -115,9 +115,17 @@ TRIGGERS = (
 def create_schema(connection: sqlite3.Connection) -> None:
     """Create what is missing; safe to run again. Where nothing is missing it only reads.
 
-    Raises `sqlite3.OperationalError` when SQLite is too old, or when a table `outbox` of another kind is in the way.
+    Raises `sqlite3.OperationalError` when SQLite is too old, or when a table `outbox` or `dead_letter_queue` of
+    another kind is in the way.
     """
     if sqlite3.sqlite_version_info < (3, 35):
         raise sqlite3.OperationalError(f"SQLite 3.35 or newer is needed (RETURNING), this is {sqlite3.sqlite_version}")
-    for statement in (*TABLES, *INDEXES, *TRIGGERS):
+    for statement in TABLES:
+        connection.execute(statement)
+    for table, record in (("outbox", OutboxEvent), ("dead_letter_queue", DeadLetterRecord)):
+        try:
+            connection.execute(f"SELECT {', '.join(record.model_fields)} FROM {table} LIMIT 0")
+        except sqlite3.OperationalError as error:
+            raise sqlite3.OperationalError(f"the table {table} is of another kind: {error}") from error
+    for statement in (*INDEXES, *TRIGGERS):
         connection.execute(statement)
