@@ -31,6 +31,7 @@ from outbox.models import (
     OutboxEvent,
     OutboxStats,
     Payload,
+    new_id,
     seal_envelope,
     timestamp,
 )
@@ -50,11 +51,15 @@ PURGE_BATCH = 1000
 _EVENT_COLUMNS = ", ".join(OutboxEvent.model_fields)
 _DEAD_LETTER_COLUMNS = ", ".join(DeadLetterRecord.model_fields)
 
-_INSERT_ORDER = "INSERT INTO orders (id, customer_email, amount, status, created_at) VALUES (?, ?, ?, ?, ?)"
+_INSERT_ORDER = """
+    INSERT INTO orders (id, customer_email, amount, status, created_at)
+    VALUES (:id, :customer_email, :amount, :status, :created_at)
+"""
 _INSERT_EVENT = f"""
     INSERT INTO outbox (id, event_type, aggregate_id, payload_json, idempotency_key, status, retry_count,
-                        next_attempt_at, created_at, updated_at)
-    VALUES (:id, :event_type, :aggregate_id, :payload_json, :idempotency_key, 'PENDING', 0, :now, :now, :now)
+                        is_head, next_attempt_at, created_at, updated_at)
+    VALUES (:id, :event_type, :aggregate_id, :payload_json, :idempotency_key, 'PENDING', 0,
+            NOT EXISTS (SELECT 1 FROM outbox WHERE aggregate_id = :aggregate_id AND is_head = 1), :now, :now, :now)
     RETURNING {_EVENT_COLUMNS}
 """
 
@@ -175,11 +180,12 @@ class SQLiteStore:
         `failure_injector`, for tests, is called in the database thread between the two inserts; what it raises undoes
         the first and is raised here.
         """
-        order = OrderRecord(id=str(uuid4()), status="CREATED", created_at=self._clock(), **dict(order_create))
+        now = self._clock()
+        order = OrderRecord(id=new_id(now), status="CREATED", created_at=now, **dict(order_create))
         amount = format(order.amount, "f")
-        data = {**order.model_dump(mode="json", exclude={"created_at"}), "amount": amount}
-        event_row = self._event_row("order.created", order.id, data)
-        order_row = (order.id, order.customer_email, amount, order.status, timestamp(order.created_at))
+        data = {"id": order.id, "customer_email": order.customer_email, "amount": amount, "status": order.status}
+        event_row = _event_row(now, "order.created", order.id, data)
+        order_row = {**data, "created_at": event_row["now"]}
 
         def insert_both(connection: sqlite3.Connection) -> OutboxEvent:
             connection.execute(_INSERT_ORDER, order_row)
@@ -229,22 +235,9 @@ class SQLiteStore:
         """
         if not conn.in_transaction:
             raise RuntimeError("add_event needs an open transaction: alone, the event would commit without its cause")
-        row = self._event_row(event_type, aggregate_id, payload, occurrence_id)
+        row = _event_row(self._clock(), event_type, aggregate_id, payload, occurrence_id)
         with _duplicate_key_as_such(row):
             return _event(next(iter(await conn.execute_fetchall(_INSERT_EVENT, row))))
-
-    def _event_row(
-        self, event_type: str, aggregate_id: str, payload: Payload, occurrence_id: str | None = None
-    ) -> dict[str, str]:
-        payload_json, idempotency_key = seal_envelope(event_type, aggregate_id, payload, occurrence_id)
-        return {
-            "id": str(uuid4()),
-            "event_type": event_type,
-            "aggregate_id": aggregate_id,
-            "payload_json": payload_json,
-            "idempotency_key": idempotency_key,
-            "now": timestamp(self._clock()),
-        }
 
     # --- Section 4.2: claim ---
 
@@ -415,6 +408,20 @@ class SQLiteStore:
             return await self._database.run(operation)
         finally:
             self._may_be_due.set()
+
+
+def _event_row(
+    now: datetime, event_type: str, aggregate_id: str, payload: Payload, occurrence_id: str | None = None
+) -> dict[str, str]:
+    payload_json, idempotency_key = seal_envelope(event_type, aggregate_id, payload, occurrence_id)
+    return {
+        "id": new_id(now),
+        "event_type": event_type,
+        "aggregate_id": aggregate_id,
+        "payload_json": payload_json,
+        "idempotency_key": idempotency_key,
+        "now": timestamp(now),
+    }
 
 
 def _held(event: OutboxEvent, now: datetime) -> dict[str, Any]:

@@ -88,7 +88,7 @@ TRIGGERS = (
     """,
     f"""
     CREATE TRIGGER IF NOT EXISTS outbox_line_joined AFTER INSERT ON outbox
-    WHEN NEW.status IN ('PENDING', 'PROCESSING')
+    WHEN NEW.status IN ('PENDING', 'PROCESSING') AND NEW.is_head = 0
     BEGIN {_BECOME_HEAD_OF_AN_EMPTY_LINE}; END
     """,
     f"""
