@@ -6,6 +6,7 @@ A call is the request and its whole response: an upstream that answers 200 and t
 failed.
 """
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any, cast
@@ -126,14 +127,11 @@ class _GuardedBody(httpx.AsyncByteStream):
         try:
             async for chunk in self._body:
                 yield chunk
-        except GeneratorExit:
-            raise  # The reader has seen enough; `aclose` follows.
-        except BaseException as error:
+        except (Exception, asyncio.CancelledError) as error:  # a reader who has seen enough only closes
             await self._settle_once(self._breaker.judge(None, error), error)
             raise
-        await self._settle_once(self.outcome)
 
     async def aclose(self) -> None:
-        # Before the connection is closed: that may take its time, and the answer is known.
+        # httpx calls this at the end of the body, too. Before the connection is closed: that may take its time.
         await self._settle_once(self.outcome)
         await self._body.aclose()

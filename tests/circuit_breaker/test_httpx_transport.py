@@ -127,6 +127,30 @@ async def test_a_cancelled_request_gives_its_place_back(
     assert breaker.snapshot().probes_in_flight == 0
 
 
+@pytest.mark.parametrize("status", [200, 503])
+async def test_a_request_cancelled_in_the_middle_of_its_body_never_counts(status: int, clock: FakeClock) -> None:
+    class Endless(httpx.AsyncByteStream):
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            yield b"more "
+            await asyncio.Event().wait()
+
+    transport = CircuitBreakerTransport(
+        httpx.MockTransport(lambda request: httpx.Response(status, stream=Endless())), clock=clock
+    )
+    breaker = transport.breaker_for("http://a/")
+    await breaker.trip()
+    clock.advance(10.0)
+    async with httpx.AsyncClient(transport=transport) as client:
+        task = asyncio.create_task(client.get("http://a/"))
+        await asyncio.sleep(0.01)
+        assert breaker.snapshot().probes_in_flight == 1
+        task.cancel()
+        await asyncio.wait([task])
+
+    assert breaker.state == HALF_OPEN
+    assert (breaker.snapshot().probes_in_flight, breaker.snapshot().half_open_successes) == (0, 0)
+
+
 async def test_a_read_timeout_counts(
     service: MockService, client: httpx.AsyncClient, transport: CircuitBreakerTransport
 ) -> None:

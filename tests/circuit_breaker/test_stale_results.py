@@ -89,6 +89,25 @@ async def test_a_late_result_from_an_earlier_half_open_round_changes_nothing(
     assert breaker.state == CLOSED
 
 
+async def test_a_probe_of_an_earlier_round_that_is_cancelled_gives_back_no_place_of_this_one(
+    breaker: CircuitBreaker, clock: FakeClock
+) -> None:
+    await fail(breaker, times=3)
+    clock.advance(10.0)
+    _, late_probe = await start(breaker, "ok")
+    await fail(breaker)
+    clock.advance(10.0)
+    hold, probe = await start(breaker, "ok")
+
+    late_probe.cancel()
+    await asyncio.wait([late_probe])
+
+    assert late_probe.cancelled()
+    assert breaker.snapshot().probes_in_flight == 1
+    await finish(hold, probe)
+    assert breaker.snapshot().half_open_successes == 1
+
+
 async def test_a_late_failure_does_not_prolong_an_open_circuit(breaker: CircuitBreaker, clock: FakeClock) -> None:
     hold, call = await start(breaker, UpstreamError)
     await fail(breaker, times=3)

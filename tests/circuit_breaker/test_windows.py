@@ -5,6 +5,7 @@ import tracemalloc
 from typing import Any
 
 import pytest
+from hypothesis import given, strategies
 from pydantic import ValidationError
 
 from circuit_breaker import CircuitBreaker, CircuitBreakerConfig, CountWindow, Outcome, TimeWindow
@@ -147,12 +148,39 @@ async def test_a_wall_clock_jump_has_no_effect(monkeypatch: pytest.MonkeyPatch) 
     assert breaker.snapshot().remaining_seconds == pytest.approx(remaining, abs=5.0)
 
 
-def test_a_clock_that_falls_back_does_not_bring_old_calls_back() -> None:
+@given(
+    size=strategies.integers(1, 6),
+    calls=strategies.lists(strategies.tuples(strategies.booleans(), strategies.booleans()), max_size=40),
+)
+def test_a_count_window_counts_what_a_list_of_the_last_calls_would_count(
+    size: int, calls: list[tuple[bool, bool]]
+) -> None:
+    window = CountWindow(size=size, slow_call_seconds=1.0, failure_rate=1.0).start()
+    for number, (failed, slow) in enumerate(calls, start=1):
+        window.record(0.0, 1.0 if slow else 0.5, failed)
+        last = calls[:number][-size:]
+        assert (window.calls, window.failed, window.slow) == (
+            len(last),
+            sum(failed for failed, _ in last),
+            sum(slow for _, slow in last),
+        )
+
+
+def test_a_clock_that_falls_back_counts_as_standing_still() -> None:
     window = TimeWindow(seconds=10.0, minimum_calls=100).start()
     window.record(50.0, 0.0, True)
-    window.record(20.0, 0.0, True)
+    window.record(49.0, 0.0, True)
+    window.expire(59.0)
+    assert (window.calls, window.failed) == (2, 2)
     window.expire(60.0)
     assert (window.calls, window.failed) == (0, 0)
+
+
+def test_a_pause_of_any_length_costs_at_most_ten_buckets() -> None:
+    window = TimeWindow(seconds=10.0).start()
+    window.record(0.0, 0.0, True)
+    window.expire(1e15)  # bucket by bucket this would not end
+    assert window.calls == 0
 
 
 def test_a_call_costs_the_same_in_a_window_a_thousand_times_larger() -> None:
