@@ -225,9 +225,12 @@ def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+_COMPACT_JSON = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False)
+
+
 def _canonical_text(value: Any, path: str) -> str:
     try:
-        return json.dumps(_canonical(value, path), separators=(",", ":"), ensure_ascii=False)
+        return _COMPACT_JSON.encode(_canonical(value, path))
     except RecursionError:
         raise ValueError(_NESTED_TOO_DEEPLY.format(path)) from None
 
@@ -268,10 +271,11 @@ def _utf16(text: str) -> bytes:
 
 
 def _refuse_lone_surrogates(text: str, path: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"{path} has a lone surrogate, which UTF-8 cannot carry: {text!r}") from None
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"{path} has a lone surrogate, which UTF-8 cannot carry: {text!r}") from None
     return text
 
 
