@@ -123,7 +123,8 @@ class CircuitBreaker:
             places_taken = len(self._probes) + self._half_open_successes
             if self._state is OPEN or places_taken >= self.config.half_open_max_calls:
                 raise self._rejection(self._recovery_time if self._state is OPEN else 0.0)
-            self._probes.append(now)
+            if self._state is HALF_OPEN:  # and not CLOSED by the calls of a listener, which an eager task runs at once
+                self._probes.append(now)
             return self._generation
 
     async def _on_success(self, generation: int, started: float, now: float, outcome: Outcome) -> None:

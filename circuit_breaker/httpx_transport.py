@@ -95,8 +95,7 @@ class CircuitBreakerTransport(httpx.AsyncBaseTransport):
         settle = await breaker.admit()
         try:
             response = await self._transport.handle_async_request(request)
-            body = _GuardedBody(cast("httpx.AsyncByteStream", response.stream), breaker, settle)
-            body.outcome = breaker.judge(response, None)
+            body = _GuardedBody(response, breaker, settle)
         except BaseException as error:
             await settle(breaker.judge(None, error), error)
             raise
@@ -112,9 +111,9 @@ class CircuitBreakerTransport(httpx.AsyncBaseTransport):
 class _GuardedBody(httpx.AsyncByteStream):
     """Settles the call when its body ends: as its status said, or as a failure of the stream says."""
 
-    def __init__(self, body: httpx.AsyncByteStream, breaker: CircuitBreaker, settle: Settle) -> None:
-        self.outcome = Outcome.IGNORED
-        self._body = body
+    def __init__(self, response: httpx.Response, breaker: CircuitBreaker, settle: Settle) -> None:
+        self._body = cast("httpx.AsyncByteStream", response.stream)
+        self._outcome = breaker.judge(response, None)
         self._breaker = breaker
         self._settle: Settle | None = settle
 
@@ -133,5 +132,5 @@ class _GuardedBody(httpx.AsyncByteStream):
 
     async def aclose(self) -> None:
         # httpx calls this at the end of the body, too. Before the connection is closed: that may take its time.
-        await self._settle_once(self.outcome)
+        await self._settle_once(self._outcome)
         await self._body.aclose()

@@ -13,7 +13,7 @@ BUCKETS = 10
 
 
 class _WindowConfig(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     failure_rate: float = Field(default=0.5, ge=0.0, le=1.0)
     slow_call_seconds: float | None = Field(default=None, gt=0.0)

@@ -1,6 +1,7 @@
 """Listeners hear of every transition, in order, and can spoil nothing."""
 
 import asyncio
+import sys
 
 import pytest
 
@@ -85,6 +86,29 @@ async def test_a_listener_may_schedule_further_calls(breaker: CircuitBreaker, cl
     assert await asyncio.gather(*scheduled) == ["second probe"]
 
     assert [event.to_state for event in heard] == [OPEN, HALF_OPEN, CLOSED]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="eager tasks came with Python 3.12")
+async def test_a_listener_may_schedule_eager_tasks(breaker: CircuitBreaker, clock: FakeClock) -> None:
+    heard: list[Transition] = []
+
+    def reprobe(event: Transition) -> None:
+        if event.to_state == HALF_OPEN:
+            for _ in range(5):
+                asyncio.create_task(breaker.call(ScriptedUpstream("eager"))).exception()
+
+    breaker.add_listener(reprobe)
+    breaker.add_listener(heard.append)
+    await fail(breaker, times=3)
+    clock.advance(10.0)
+    loop = asyncio.get_running_loop()
+    loop.set_task_factory(getattr(asyncio, "eager_task_factory"))  # noqa: B009 - unknown to a checker for 3.11
+
+    assert await breaker.call(ScriptedUpstream("ok")) == "ok"
+
+    loop.set_task_factory(None)
+    assert [event.to_state for event in heard] == [OPEN, HALF_OPEN, CLOSED]
+    assert breaker.snapshot().probes_in_flight == 0
 
 
 async def test_transitions_that_a_listener_causes_at_once_are_told_after_its_own(

@@ -57,6 +57,7 @@ async def test_an_outage_reads_as_in_the_article(breaker: CircuitBreaker, clock:
     assert [line["latency_ms"] for line in logged] == [105.0, 105.0, 105.0, 0.0, 0.0, 18.0]
     assert [line.get("error_type") for line in logged] == ["UpstreamError"] * 3 + [None] * 3
     assert ["backoff_seconds" in line for line in logged] == [True] * 4 + [False] * 2
+    assert [line.get("half_open_successes") for line in logged] == [None] * 4 + [0, None]
     assert {line["circuit_name"] for line in logged} == {"payments"}
     assert list(logged[0])[:5] == ["timestamp", "circuit_name", "state", "event", "latency_ms"]
     for line in logged:
