@@ -90,7 +90,7 @@ async def test_a_unique_violation_of_either_row_leaves_neither(
 async def test_an_idempotency_key_that_is_known_already_undoes_the_order_too(
     store: SQLiteStore, db_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outbox.database.uuid4", lambda: "the-same-id")
+    monkeypatch.setattr("outbox.database.new_id", lambda now: "the-same-id")
     await store.create_order_with_outbox_event(ORDER)
     rows(db_path, "DELETE FROM orders")
     rows(db_path, "UPDATE outbox SET id = 'another-id'")
@@ -150,6 +150,16 @@ async def test_a_transaction_whose_commit_fails_leaves_neither_row_and_names_the
     assert orders_and_events(db_path) == (0, 0)
     assert_nothing_is_left_running(db_path)
     await store.create_order_with_outbox_event(ORDER)
+
+
+async def test_a_statement_whose_rows_were_not_all_read_does_not_keep_the_transaction_from_its_commit(
+    store: SQLiteStore, db_path: Path
+) -> None:
+    async with store.transaction() as conn:
+        left_open = await conn.execute(f"{INSERT_ORDER}, ('order-2', 'a@b', '1', 'CREATED', '') RETURNING id")
+        assert await left_open.fetchone() is not None
+
+    assert rows(db_path, "SELECT count(*) FROM orders") == [(2,)]
 
 
 @pytest.mark.parametrize("ending", ["COMMIT", "ROLLBACK"])

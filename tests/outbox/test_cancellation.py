@@ -317,9 +317,12 @@ async def test_a_settlement_that_was_called_is_carried_out_although_its_caller_i
     for number, settle in enumerate(settlements):
         await add_event(store, aggregate_id=str(number))
         [event] = await store.claim_batch(1, 30.0)
-        task = asyncio.create_task(settle(event))
-        await asyncio.sleep(0)
-        task.cancel()
+        async with store.transaction():
+            task = asyncio.create_task(settle(event))
+            await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.sleep(0)
+            assert not task.done()
         await asyncio.gather(task, return_exceptions=True)
         assert task.cancelled()
         await store.claim_batch(1, 30.0)  # the released one, out of the way

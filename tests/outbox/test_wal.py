@@ -12,7 +12,7 @@ import pytest
 
 from outbox.database import SQLiteStore
 from outbox.models import EventStatus
-from tests.outbox.support import ORDER, add_event, rows, write_lock_is_free
+from tests.outbox.support import ORDER, add_event, locked_by_another_process, rows, write_lock_is_free
 
 LIMIT = 200_000
 LARGE_ORDER = ORDER.model_copy(update={"customer_email": "x" * 20_000 + "@example.com"})
@@ -96,6 +96,21 @@ async def test_each_time_that_a_reader_holds_the_log_back_is_logged_once(
         await write_one(store)
 
     assert len([record for record in caplog.records if "WAL" in record.message]) == 2
+
+
+async def test_a_held_back_look_at_the_log_leaves_the_patience_for_locks_as_it_was(
+    store: SQLiteStore, db_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outbox.connection.WAL_CHECKPOINT_PATIENCE_SECONDS", 0.001)
+    await add_event(store)
+    with reader(db_path):
+        for _ in range(10):
+            await write_one(store)
+    with locked_by_another_process(db_path) as let_go:
+        asyncio.get_running_loop().call_later(0.05, let_go)
+        await write_one(store)
+
+    assert rows(db_path, "SELECT count(*) FROM orders") == [(11,)]
 
 
 async def test_readers_that_overlap_without_a_gap_do_not_let_the_log_grow(store: SQLiteStore, db_path: Path) -> None:
