@@ -73,6 +73,8 @@ class CircuitBreaker:
     ) -> None:
         if not isinstance(name, str) or not name:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"name must be a non-empty string, not {name!r}")
+        if not isinstance(config, CircuitBreakerConfig | None):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"config must be a CircuitBreakerConfig, not {config!r}")
         if inspect.iscoroutinefunction(classify):
             raise TypeError("classify must be a plain function: a call is settled without suspending")
         self.name = name
@@ -461,7 +463,7 @@ def circuit_breaker(
     function nor an async generator function.
     """
     if func is not None and not (callable(func) or type(func) is classmethod):
-        raise TypeError(f"circuit_breaker takes keywords only, such as name={func!r}")
+        raise TypeError(f"circuit_breaker takes a function, or keywords such as name=..., config=...; not {func!r}")
 
     def decorate(target: Any) -> Any:
         return CircuitBreaker(name or _name_of(target), config, classify=classify)(target)

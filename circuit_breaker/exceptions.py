@@ -34,13 +34,16 @@ class CircuitBreakerOpenException(CircuitBreakerError):  # noqa: N818 - the arti
         remaining_seconds: float = 0.0,
         backoff_seconds: float = 0.0,
     ) -> None:
-        # Every argument goes to Exception, because that is what pickling and copying pass to the constructor again.
-        # Straight to it, and into slots: each rejection pays for this.
-        Exception.__init__(self, message, circuit_name, remaining_seconds, backoff_seconds)
+        # Slots, and no super().__init__(), which would only store the arguments again: each rejection pays for this.
         self.message = message
         self.circuit_name = circuit_name
         self.remaining_seconds = remaining_seconds
         self.backoff_seconds = backoff_seconds
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # By default exceptions pickle and copy by `args`, which lack whatever was passed by keyword.
+        fields = (self.message, self.circuit_name, self.remaining_seconds, self.backoff_seconds)
+        return type(self), fields, self.__dict__
 
     @property
     def retry_after_seconds(self) -> float:

@@ -74,7 +74,8 @@ class CircuitBreakerTransport(httpx.AsyncBaseTransport):
     def breaker_for(self, url: httpx.URL | str) -> CircuitBreaker:
         """The breaker of the URL's host and port, a new one if there is none. Its name is `host:port`."""
         url = httpx.URL(url)
-        name = f"{url.host}:{url.port or DEFAULT_PORTS.get(url.scheme)}"
+        host = f"[{url.host}]" if ":" in url.host else url.host
+        name = f"{host}:{url.port or DEFAULT_PORTS.get(url.scheme)}"
         breaker = self._breakers.pop(name, None)
         if breaker is None:
             breaker = CircuitBreaker(name, self._config, classify=self._classify, clock=self._clock)

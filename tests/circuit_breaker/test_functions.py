@@ -156,7 +156,7 @@ def test_a_plain_function_is_refused_when_decorated_and_told_what_to_do(function
 
 
 def test_a_name_given_without_its_keyword_is_refused() -> None:
-    with pytest.raises(TypeError, match="keywords only, such as name='payments'"):
+    with pytest.raises(TypeError, match=r"keywords such as name=.*; not 'payments'"):
         circuit_breaker("payments")  # type: ignore[call-overload]
 
 
@@ -164,6 +164,11 @@ def test_a_name_given_without_its_keyword_is_refused() -> None:
 def test_a_breaker_needs_a_name(name: Any) -> None:
     with pytest.raises(TypeError, match="name must be a non-empty string"):
         CircuitBreaker(name)
+
+
+def test_a_config_that_is_none_is_refused() -> None:
+    with pytest.raises(TypeError, match="config must be a CircuitBreakerConfig"):
+        CircuitBreaker("payments", {"failure_threshold": 3})  # type: ignore[arg-type]
 
 
 async def test_call_guards_one_call_and_passes_every_argument_on(breaker: CircuitBreaker) -> None:

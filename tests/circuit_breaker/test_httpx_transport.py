@@ -194,6 +194,19 @@ async def test_each_host_and_port_has_a_circuit_of_its_own(clock: FakeClock) -> 
         assert (await client.get("http://up.test/")).json() == {"host": "up.test"}
 
 
+@pytest.mark.parametrize(
+    ("url", "name"),
+    [
+        ("http://API.test/a", "api.test:80"),
+        ("https://api.test/a?b", "api.test:443"),
+        ("http://api.test:8080", "api.test:8080"),
+        ("http://[::1]:8000/", "[::1]:8000"),
+    ],
+)
+def test_a_circuit_is_named_after_host_and_port(url: str, name: str) -> None:
+    assert CircuitBreakerTransport().breaker_for(url).name == name
+
+
 class TestRegistry:
     """At most `max_breakers`, and none is dropped that knows something."""
 

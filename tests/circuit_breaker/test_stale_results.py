@@ -1,4 +1,4 @@
-"""A result counts only in the generation that admitted its call (DESIGN: fencing)."""
+"""A result counts only in the generation that admitted its call."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
