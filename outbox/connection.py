@@ -182,12 +182,22 @@ class DatabaseThread:
         self._loop = asyncio.get_running_loop()
         self._busy = False
         self._executor = self._resources.enter_context(ThreadPoolExecutor(1, thread_name_prefix="outbox-database"))
-        self._connection = await self._hop(partial(_connect, self._path, self._synchronous))
-        self._resources.push_async_callback(self._hop, self._connection.close)
+        self._connection = await self._resources.enter_async_context(self._connection_of_the_thread())
         self._transaction_connection = await self._resources.enter_async_context(
             aiosqlite.connect(self._path, isolation_level=None, factory=_TransactionConnection)
         )
         await configure_connection(self._transaction_connection, self._synchronous)
+
+    @asynccontextmanager
+    async def _connection_of_the_thread(self) -> AsyncGenerator[sqlite3.Connection, None]:
+        connecting = self._hop(partial(_connect, self._path, self._synchronous))
+        try:
+            # The end of asyncio.run() cancels every task, also one that run_to_end() waits for.
+            await ended(connecting)
+            yield connecting.result()
+        finally:
+            if connecting.exception() is None:
+                await self._hop(connecting.result().close)
 
     async def close(self) -> None:
         """Let those who wait finish, refuse newcomers, and disconnect."""
