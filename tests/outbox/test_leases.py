@@ -18,7 +18,7 @@ from outbox.database import SQLiteStore
 from outbox.mock_consumer import InMemoryIdempotencyStore, create_app, serve
 from outbox.models import EventStatus, OutboxEvent
 from tests.outbox.conftest import FakeClock
-from tests.outbox.support import add_event, rows
+from tests.outbox.support import ORDER, add_event, rows
 
 LEASE_SECONDS = 30.0
 
@@ -253,6 +253,37 @@ async def test_a_clock_that_steps_back_loses_nothing_and_delivers_nothing_twice(
         ("waiting", 0),
         ("added-later", 0),
     ]
+
+
+# --- waiting for work ---
+
+WAKING: dict[str, Callable[[SQLiteStore, OutboxEvent], Awaitable[object]]] = SETTLEMENTS | {
+    "order": lambda store, _: store.create_order_with_outbox_event(ORDER),
+    "transaction": lambda store, _: add_event(store, number=2),
+    "replay": lambda store, event: store.replay_dead_letter(event.id),
+}
+
+
+@pytest.mark.parametrize("commit", WAKING.values(), ids=WAKING)
+async def test_each_commit_after_which_an_event_may_be_due_wakes_those_who_wait(
+    store: SQLiteStore, commit: Settle
+) -> None:
+    await add_event(store)
+    [event] = await store.claim_batch(1, LEASE_SECONDS)
+    await store.wait_for_events(60.0)  # returns at once: it was woken by the event
+
+    waiting = [asyncio.create_task(store.wait_for_events(60.0)) for _ in range(2)]
+    await asyncio.sleep(0)
+    assert not any(task.done() for task in waiting)
+    await commit(store, event)
+
+    async with asyncio.timeout(10):
+        await asyncio.gather(*waiting)
+
+
+async def test_waiting_ends_after_its_time(store: SQLiteStore) -> None:
+    async with asyncio.timeout(10):
+        await store.wait_for_events(0.001)
 
 
 # --- dispatchers in processes of their own ---
