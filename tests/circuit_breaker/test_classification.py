@@ -144,6 +144,23 @@ async def test_a_callers_own_value_error_does_not_count_beside_expected_exceptio
     assert breaker.state == OPEN
 
 
+async def test_a_deadline_counts_inside_the_guarded_function_and_says_nothing_around_it(
+    breaker: CircuitBreaker,
+) -> None:
+    async def in_time() -> None:
+        async with asyncio.timeout(0):
+            await asyncio.Event().wait()
+
+    with pytest.raises(TimeoutError):
+        await breaker.call(in_time)
+    assert breaker.snapshot().consecutive_failures == 1
+
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0):
+            await breaker.call(asyncio.Event().wait)
+    assert breaker.snapshot().consecutive_failures == 1
+
+
 async def test_by_default_every_exception_counts(breaker: CircuitBreaker) -> None:
     await play(breaker, ValueError(), KeyError(), UpstreamError())
     assert breaker.state == OPEN

@@ -129,9 +129,12 @@ async def test_a_cancelled_request_gives_its_place_back(
 
 @pytest.mark.parametrize("status", [200, 503])
 async def test_a_request_cancelled_in_the_middle_of_its_body_never_counts(status: int, clock: FakeClock) -> None:
+    half_way = asyncio.Event()
+
     class Endless(httpx.AsyncByteStream):
         async def __aiter__(self) -> AsyncIterator[bytes]:
             yield b"more "
+            half_way.set()
             await asyncio.Event().wait()
 
     transport = CircuitBreakerTransport(
@@ -142,7 +145,7 @@ async def test_a_request_cancelled_in_the_middle_of_its_body_never_counts(status
     clock.advance(10.0)
     async with httpx.AsyncClient(transport=transport) as client:
         task = asyncio.create_task(client.get("http://a/"))
-        await asyncio.sleep(0.01)
+        await half_way.wait()
         assert breaker.snapshot().probes_in_flight == 1
         task.cancel()
         await asyncio.wait([task])
@@ -156,7 +159,7 @@ async def test_a_read_timeout_counts(
 ) -> None:
     service.behaviour.mode = Mode.HANG
     with pytest.raises(httpx.ReadTimeout):
-        await client.get("/charge", timeout=0.05)
+        await client.get("/charge", timeout=httpx.Timeout(30.0, read=0.05))
     assert transport.breaker_for(client.base_url).snapshot().consecutive_failures == 1
 
 

@@ -54,7 +54,7 @@ def test_a_bad_behaviour_is_refused_in_code_too() -> None:
 async def test_latency_comes_before_everything_else(client: httpx.AsyncClient) -> None:
     await client.put("/behaviour", json={"mode": "fail", "latency_seconds": 30.0})
     with pytest.raises(httpx.ReadTimeout):
-        await client.get("/charge", timeout=0.05)
+        await client.get("/charge", timeout=httpx.Timeout(30.0, read=0.05))
 
 
 async def test_reset_drops_the_connection_in_the_middle_of_the_body(client: httpx.AsyncClient) -> None:
@@ -69,7 +69,7 @@ async def test_a_hung_request_ends_when_its_caller_leaves() -> None:
     service = MockService(Behaviour(mode=Mode.HANG))
     async with asyncio.timeout(10), serve(create_app(service)) as url, httpx.AsyncClient(base_url=url) as client:
         with pytest.raises(httpx.ReadTimeout):
-            await client.get("/charge", timeout=0.05)
+            await client.get("/charge", timeout=httpx.Timeout(30.0, read=0.05))
         # Leaving stops the server, which waits for requests that are still running.
 
 
