@@ -120,10 +120,9 @@ async def serve(app: Any) -> AsyncGenerator[str, None]:
 
 
 def _port(text: str) -> int:
-    port = int(text)
-    if not 0 <= port <= 65535:
-        raise argparse.ArgumentTypeError(f"{port} is not a port (0 to 65535; 0: any free one)")
-    return port
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port (0 to 65535; 0 is any free one)")
+    return int(text)
 
 
 def main() -> None:

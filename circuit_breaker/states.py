@@ -27,7 +27,11 @@ class Outcome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """One change of state, as a listener sees it. `generation` is the one that began with it."""
+    """One change of state, as a listener sees it. `generation` is the one that began with it.
+
+    `cause` is one of failure_threshold, failure_rate, slow_call_rate, recovery_time_elapsed, probe_failed,
+    probe_timed_out, probes_succeeded and reset_by_hand, or the reason that was given to `trip`.
+    """
 
     from_state: CircuitState
     to_state: CircuitState

@@ -1,5 +1,6 @@
 """Words and steps that many tests share."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -37,6 +38,8 @@ async def succeed(breaker: CircuitBreaker, times: int = 1) -> None:
 
 def run_in_shell(script: str) -> subprocess.CompletedProcess[str]:
     """Run it as a reader in the project's root would, with this interpreter as `python`."""
+    if shutil.which("bash") is None:
+        pytest.skip("bash is not installed")
     path = f'export PATH="{Path(sys.executable).parent}:$PATH"\n'
     return subprocess.run(
         ["bash", "-c", path + script], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False

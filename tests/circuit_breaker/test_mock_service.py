@@ -99,4 +99,4 @@ def test_a_port_that_is_none_is_refused() -> None:
             check=False,
         )
         assert result.returncode == 2
-        assert "--port" in result.stderr
+        assert f"argument --port: '{port}' is not a port" in result.stderr
