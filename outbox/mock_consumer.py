@@ -17,13 +17,15 @@ from typing import Literal
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
+from starlette.requests import ClientDisconnect
 
 from outbox.cancellation import ended
 
 logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 1_048_576
-IDEMPOTENCY_KEY = re.compile(r'"?([\x21\x23-\x7e]{1,255})"?')
+IDEMPOTENCY_KEY = re.compile(r'(")?([\x21\x23-\x7e]{1,255})(?(1)")')
+SHUTDOWN_SECONDS = 2
 
 SideEffect = Callable[[bytes], Awaitable[object]]
 
@@ -97,15 +99,22 @@ def create_app(store: InMemoryIdempotencyStore | None = None) -> FastAPI:
     ) -> JSONResponse:
         if simulate_failure:
             return JSONResponse({"detail": "simulated failure"}, 500)
-        header = IDEMPOTENCY_KEY.fullmatch(request.headers.get("Idempotency-Key", ""))
+        # Two of them are joined as in RFC 9110, and are no key.
+        header = IDEMPOTENCY_KEY.fullmatch(", ".join(request.headers.getlist("Idempotency-Key")))
         if header is None:
             return JSONResponse({"detail": "the Idempotency-Key header must have 1 to 255 visible characters"}, 400)
-        key = header[1]
+        key = header[2]
         body = bytearray()
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > MAX_BODY_BYTES:
-                return JSONResponse({"detail": f"the body is larger than {MAX_BODY_BYTES} bytes"}, 413)
+        too_large = JSONResponse({"detail": f"the body is larger than {MAX_BODY_BYTES} bytes"}, 413)
+        if int(request.headers.get("Content-Length", 0)) > MAX_BODY_BYTES:
+            return too_large
+        try:
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > MAX_BODY_BYTES:
+                    return too_large
+        except ClientDisconnect:
+            return JSONResponse({"detail": "the body is incomplete"}, 400)
         try:
             result = await idempotency_store.process(key, bytes(body))
         except KeyReusedError:
@@ -145,13 +154,17 @@ async def serve(app: FastAPI, port: int = 0) -> AsyncGenerator[str, None]:
 
     Port 0 is a free port of the system's choice. Raises `OSError` when the port is taken.
     """
-    # With the protocol named, asyncio turns Nagle's algorithm off; without, an answer can wait 40 ms for its second half.
+    # With the protocol named, asyncio turns Nagle's algorithm off; without, half an answer can wait 40 ms.
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
         if os.name == "posix":  # elsewhere this option lets two programs share a port
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", port))
         listener.listen(512)
-        server = _Server(uvicorn.Config(app, lifespan="off", log_config=None, access_log=False))
+        server = _Server(
+            uvicorn.Config(
+                app, lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=SHUTDOWN_SECONDS
+            )
+        )
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:
             yield f"http://127.0.0.1:{listener.getsockname()[1]}"
