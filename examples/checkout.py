@@ -1,9 +1,9 @@
 """Both packages in one service: `python -m examples.checkout`.
 
 A checkout asks a payment service before it takes an order, and tells others when it has. The question is a call that
-the customer waits for, so a circuit breaker guards it. The news is a fact that must not get lost, so it goes through the
-outbox. The program starts the service, the payment service and a webhook consumer on this machine, breaks the payment
-service, and shows what the customer sees.
+the customer waits for, so a circuit breaker guards it. The news is a fact that must not get lost, so it goes through
+the outbox. The program starts the service, the payment service and a webhook consumer on this machine, breaks the
+payment service, and shows what the customer sees.
 """
 
 import asyncio
