@@ -94,7 +94,7 @@ class CircuitBreaker:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._state = CLOSED
         self._generation = 0
-        self._steady = 0  # the generation while a success changes nothing in it (CLOSED, no streak), otherwise -1
+        self._steady = -1  # the generation, once a success has left nothing in it for the next one to change
         self._consecutive_failures = 0
         self._retry_attempt = 0
         self._rejections = 0
@@ -181,7 +181,7 @@ class CircuitBreaker:
         async with self._own_lock():
             from_state, self._state = self._state, to_state
             self._generation += 1
-            self._steady = self._generation if to_state is CLOSED else -1
+            self._steady = -1
             self._probes.clear()
             self._half_open_successes = 0
             if self._rejections > 1:
