@@ -37,8 +37,8 @@ def httpx_outcome(result: object, error: BaseException | None) -> Outcome:
         return Outcome.ALIVE if result.is_client_error else Outcome.SUCCESS
     if isinstance(error, NEVER_LEFT_THE_CALLER):
         return Outcome.IGNORED
-    # OSError: includes TimeoutError, which is how `asyncio.timeout` around a request ends.
-    if isinstance(error, httpx.TransportError | OSError):
+    # A TimeoutError is how a request under `asyncio.timeout` ends.
+    if isinstance(error, httpx.TransportError | TimeoutError | ConnectionError):
         return Outcome.FAILURE
     if error is None or isinstance(error, httpx.RequestError):
         return Outcome.SUCCESS

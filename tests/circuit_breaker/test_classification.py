@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from circuit_breaker import CircuitBreaker, CircuitBreakerConfig, Outcome
+from circuit_breaker import CircuitBreaker, CircuitBreakerConfig, CircuitBreakerOpenException, Outcome
 from circuit_breaker.httpx_transport import httpx_outcome
 from circuit_breaker.testing import FakeClock, Hold, ScriptedUpstream
 from tests.circuit_breaker.conftest import Log
@@ -106,6 +106,8 @@ async def test_trouble_on_the_way_counts(error: Exception, http_breaker: Circuit
         httpx.InvalidURL("no host"),
         httpx.CookieConflict("two of them"),
         ValueError("a bug of the caller"),
+        FileNotFoundError("a file of the caller"),
+        CircuitBreakerOpenException("another circuit"),
         asyncio.CancelledError(),
     ],
     ids=lambda error: type(error).__name__,
