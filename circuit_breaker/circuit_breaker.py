@@ -405,6 +405,9 @@ class CircuitBreaker:
             if self._loop is not None and self._loop.is_running():
                 raise RuntimeError(f"circuit breaker {self.name!r} is in use by an event loop in another thread")
             self._loop = loop
+        if self._lock.locked():
+            # By a section that cannot go on before this call returns: a finalizer or signal handler interrupted it.
+            raise RuntimeError(f"circuit breaker {self.name!r} is changing its state at this moment")
         return self._lock
 
     def _notify(self) -> None:

@@ -62,6 +62,17 @@ async def test_an_event_loop_in_another_thread_is_refused_meanwhile_and_changes_
     assert breaker.state == CLOSED
 
 
+async def test_a_finalizer_that_interrupts_a_transition_is_refused_and_does_not_wait_for_ever(
+    breaker: CircuitBreaker,
+) -> None:
+    async with breaker._lock:  # as the garbage collector might: in the middle of a locked section
+        with pytest.raises(RuntimeError, match="changing its state at this moment"):
+            breaker.trip().send(None)
+
+    await breaker.trip()
+    assert breaker.state == OPEN
+
+
 async def test_a_rejection_is_the_same_from_any_thread(breaker: CircuitBreaker) -> None:
     await breaker.trip()
 
