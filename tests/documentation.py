@@ -5,57 +5,38 @@ import re
 import shlex
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from textwrap import dedent
 
 ROOT = Path(__file__).parents[1]
-
-_BLOCK = re.compile(
-    r"^(?:<!-- from (?P<source>\S+) -->\n)?^```(?P<language>\w+)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
-)
-
-
-@dataclass(frozen=True)
-class Block:
-    """A fenced block: its language, and the file that the comment above it says it is cut from."""
-
-    language: str
-    text: str
-    source: str | None
-
-
-def blocks(page: str, language: str) -> list[Block]:
-    found = [Block(match["language"], match["text"], match["source"]) for match in _BLOCK.finditer(read(page))]
-    return [block for block in found if block.language == language]
 
 
 def read(page: str) -> str:
     return (ROOT / page).read_text(encoding="utf-8")
 
 
-def is_cut_from_its_source(block: Block) -> bool:
-    """Whether the block stands in its source line for line; a line `...` in it stands for lines left out."""
-    if block.source is None:
-        return False
-    rest = _lines(read(block.source))
-    for piece in re.split(r"^[ ]*\.\.\.\n", block.text, flags=re.MULTILINE):
-        wanted = _lines(piece)
-        starts = [at for at in range(len(rest) - len(wanted) + 1) if rest[at : at + len(wanted)] == wanted]
-        if not starts:
-            return False
-        rest = rest[starts[0] + len(wanted) :]
-    return True
+def blocks(page: str, language: str) -> list[str]:
+    """The text of the page's fenced blocks in this language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", read(page), re.DOTALL | re.MULTILINE)
 
 
-def _lines(text: str) -> list[str]:
-    """Without indentation and blank lines: an excerpt begins at the margin."""
-    return [line.strip() for line in dedent(text).splitlines() if line.strip()]
+def is_cut_from(folders: list[str], excerpt: str) -> bool:
+    """Whether the excerpt stands in a source file of these folders, moved to the margin but otherwise as it is."""
+    return any(
+        _is_cut_from(path.read_text(encoding="utf-8").splitlines(), excerpt.splitlines())
+        for folder in folders
+        for path in (ROOT / folder).glob("*.py")
+    )
+
+
+def _is_cut_from(lines: list[str], excerpt: list[str]) -> bool:
+    starts = (at for at, line in enumerate(lines) if line.strip() == excerpt[0].strip())
+    return any(dedent("\n".join(lines[at : at + len(excerpt)])) == "\n".join(excerpt) for at in starts)
 
 
 def commands(page: str) -> list[str]:
     """The commands of the page's `sh` blocks, without their comments."""
-    lines = [line for block in blocks(page, "sh") for line in block.text.splitlines()]
+    lines = [line for block in blocks(page, "sh") for line in block.splitlines()]
     return [command for line in lines if (command := line.split("#")[0].strip())]
 
 
