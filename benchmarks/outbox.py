@@ -22,6 +22,9 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from uuid import uuid4
 
+if not __package__:  # started as a file: this folder comes first on the path, where this file hides the package
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
 import aiosqlite
 import httpx
 
