@@ -71,7 +71,7 @@ def assert_nothing_is_left_running(db_path: Path) -> None:
 async def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
     """Return when `condition` holds; a `TimeoutError` means that it never came true, not that it was slow."""
     async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110 - it waits for what is outside of the event loop
+        while not condition():
             await asyncio.sleep(0.001)
 
 
