@@ -88,9 +88,15 @@ class Delivery:
     def reason(self) -> str:
         """For `last_error` and `failure_reason`: the status and the first bytes of the body, or the error."""
         if self.status_code is None:
-            return self.error or "not sent"
+            return self.error or self._reason_not_to_send()
         body = self._body.decode("utf-8", "replace").strip()
         return f"HTTP {self.status_code}: {body}" if body else f"HTTP {self.status_code}"
+
+    def _reason_not_to_send(self) -> str:
+        reason = (
+            f"not sent again: its {self._event.retry_count} attempts are used up, counting those whose lease expired"
+        )
+        return f"{reason} (before: {self._event.last_error})" if self._event.last_error else reason
 
     def retry_in(self) -> float | None:
         """Return after how many seconds to try again, or None: never (Section 4.3).

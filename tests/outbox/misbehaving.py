@@ -20,9 +20,10 @@ class RawServer:
 class Exchange:
     """One request on its connection, and the raw means to answer it."""
 
-    def __init__(self, server: RawServer, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, server: RawServer, request: bytes, writer: asyncio.StreamWriter) -> None:
         self._server = server
         self._writer = writer
+        self.body = request.partition(b"\r\n\r\n")[2]
 
     async def send(self, data: bytes) -> None:
         """Return when the system, or a small buffer before it, has taken the bytes."""
@@ -73,8 +74,9 @@ async def raw_server(script: Script) -> AsyncIterator[RawServer]:
         # Cancelled at the end of the block. A client that goes away is what many tests are about.
         with suppress(asyncio.CancelledError, asyncio.IncompleteReadError, ConnectionError):
             while not writer.is_closing():
-                server.requests.append(await _read_request(reader))
-                await script(Exchange(server, writer))
+                request = await _read_request(reader)
+                server.requests.append(request)
+                await script(Exchange(server, request, writer))
         writer.transport.abort()
         serving.discard(task)
 

@@ -93,12 +93,16 @@ async def test_an_event_claimed_with_its_attempts_used_up_is_quarantined_without
     store: SQLiteStore, db_path: Path
 ) -> None:
     await add_event(store)
-    rows(db_path, "UPDATE outbox SET retry_count = 3")
+    rows(db_path, "UPDATE outbox SET retry_count = 3, last_error = 'HTTP 500'")
     async with raw_server(answering("200 OK")) as server:
         config = AppConfig(consumer_endpoint=server.url, max_delivery_attempts=3)
         assert await OutboxDispatcher(config, store).process_batch() == [EventStatus.DEAD_LETTER]
         assert server.requests == []
-    assert rows(db_path, "SELECT retry_count, last_error FROM outbox") == [(3, "not sent")]
+    [(retry_count, reason)] = rows(db_path, "SELECT retry_count, last_error FROM outbox")
+    assert retry_count == 3
+    assert reason == (
+        "not sent again: its 3 attempts are used up, counting those whose lease expired (before: HTTP 500)"
+    )
 
 
 async def test_an_event_that_waits_in_its_backoff_delays_no_other(store: SQLiteStore, db_path: Path) -> None:

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from outbox.config import AppConfig
 from outbox.database import SQLiteStore
-from outbox.delivery import Delivery, calculate_backoff
+from outbox.delivery import Delivery
 from outbox.dispatcher import OutboxDispatcher
 from outbox.http_client import IDLE_CONNECTION_SECONDS, create_client
 from outbox.models import EventStatus, OutboxEvent
@@ -537,11 +537,3 @@ async def test_a_cookie_that_a_consumer_sets_is_not_sent_to_it_again(store: SQLi
         async with dispatcher:
             await wait_until(lambda: len(server.requests) == 2)
         assert [header_of(request, "Cookie") for request in server.requests] == [None, None]
-
-
-def test_the_backoff_doubles_up_to_its_cap_at_any_retry_count() -> None:
-    config = AppConfig(consumer_endpoint="http://consumer/", base_backoff=0.5, max_backoff=60.0)
-    assert [calculate_backoff(config, failures) for failures in (0, 1, 2, 6, 7, 5000, 10**6)] == [
-        *(0.5, 1.0, 2.0, 32.0),
-        *(60.0, 60.0, 60.0),
-    ]
