@@ -60,6 +60,19 @@ def head(status: str, *headers: str) -> bytes:
     return "".join(f"{line}\r\n" for line in (f"HTTP/1.1 {status}", *headers, "")).encode("latin-1")
 
 
+class Held:
+    """Keeps each request until it is let go, then answers 200."""
+
+    def __init__(self) -> None:
+        self.let_go = asyncio.Event()
+        self.arrived = 0
+
+    async def __call__(self, exchange: Exchange) -> None:
+        self.arrived += 1
+        await self.let_go.wait()
+        await exchange.send(head("200 OK", "Content-Length: 0"))
+
+
 @asynccontextmanager
 async def raw_server(script: Script) -> AsyncIterator[RawServer]:
     """Serve on a free loopback port: read a request, run `script`, and so on until the connection is closed."""

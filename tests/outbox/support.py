@@ -5,8 +5,9 @@ import sqlite3
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,41 @@ async def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> No
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.001)
+
+
+# --- a cancellation at a chosen await ---
+
+
+class CancelledAt(Awaitable[None]):
+    """Drives a coroutine and cancels its task at the chosen suspensions: as it falls asleep, or as it would wake up."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any], suspensions: set[int], on_waking: bool) -> None:
+        self._coroutine = coroutine
+        self._suspensions = suspensions
+        self._on_waking = on_waking
+        self.suspended = 0
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        task = asyncio.current_task()
+        assert task is not None
+        resume: Callable[[], Any] = partial(self._coroutine.send, None)
+        while True:
+            try:
+                future = resume()
+            except StopIteration:
+                return
+            if self.suspended in self._suspensions:
+                if self._on_waking and future is not None:
+                    future.add_done_callback(lambda _: task.cancel())
+                else:
+                    task.cancel()
+            self.suspended += 1
+            try:
+                yield future
+            except BaseException as error:
+                resume = partial(self._coroutine.throw, error)
+            else:
+                resume = partial(self._coroutine.send, None)
 
 
 # --- another process ---

@@ -6,9 +6,8 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from outbox.models import OutboxEvent
 from tests.outbox.conftest import FakeClock
 from tests.outbox.support import (
     ORDER,
+    CancelledAt,
     add_event,
     assert_nothing_is_left_running,
     database_thread_is_at_work,
@@ -50,38 +50,6 @@ async def place_order_in_a_transaction(store: SQLiteStore) -> None:
 
 
 both_ways = pytest.mark.parametrize("place", [place_order, place_order_in_a_transaction])
-
-
-class CancelledAt(Awaitable[None]):
-    """Drives a coroutine and cancels its task at the chosen suspensions: as it falls asleep, or as it would wake up."""
-
-    def __init__(self, coroutine: Coroutine[Any, Any, None], suspensions: set[int], on_waking: bool) -> None:
-        self._coroutine = coroutine
-        self._suspensions = suspensions
-        self._on_waking = on_waking
-        self.suspended = 0
-
-    def __await__(self) -> Generator[Any, Any, None]:
-        task = asyncio.current_task()
-        assert task is not None
-        resume: Callable[[], Any] = partial(self._coroutine.send, None)
-        while True:
-            try:
-                future = resume()
-            except StopIteration:
-                return
-            if self.suspended in self._suspensions:
-                if self._on_waking and future is not None:
-                    future.add_done_callback(lambda _: task.cancel())
-                else:
-                    task.cancel()
-            self.suspended += 1
-            try:
-                yield future
-            except BaseException as error:
-                resume = partial(self._coroutine.throw, error)
-            else:
-                resume = partial(self._coroutine.send, None)
 
 
 async def cancel_at(coroutine: Coroutine[Any, Any, None], *suspensions: int, on_waking: bool) -> bool:

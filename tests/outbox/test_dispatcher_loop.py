@@ -16,7 +16,7 @@ from outbox.dispatcher import CLAIM_FAULT, SETTLE_FAULT, OutboxDispatcher
 from outbox.mock_consumer import InMemoryIdempotencyStore
 from outbox.models import EventStatus, OutboxEvent
 from tests.outbox.conftest import FakeClock
-from tests.outbox.misbehaving import Exchange, answering, head, raw_server
+from tests.outbox.misbehaving import Exchange, Held, answering, head, raw_server
 from tests.outbox.support import ORDER, add_event, rows, wait_until
 
 
@@ -74,19 +74,6 @@ async def test_consumers_that_hang_in_every_slot_hold_the_others_up_for_one_dead
 
 
 # --- it claims what it can deliver, and no more ---
-
-
-class Held:
-    """Keeps each request until it is let go."""
-
-    def __init__(self) -> None:
-        self.let_go = asyncio.Event()
-        self.arrived = 0
-
-    async def __call__(self, exchange: Exchange) -> None:
-        self.arrived += 1
-        await self.let_go.wait()
-        await exchange.send(head("200 OK", "Content-Length: 0"))
 
 
 @pytest.mark.parametrize(("batch_size", "max_in_flight"), [(10, 3), (3, 10)])
@@ -329,7 +316,7 @@ async def test_a_lease_lost_under_way_is_logged_and_the_newer_owners_result_stan
     held = Held()
     await add_event(store)
     async with raw_server(held) as server:
-        config = settings(server.url)
+        config = settings(server.url, max_in_flight=1)  # so it does not claim the event again itself
         async with OutboxDispatcher(config, store):
             await wait_until(lambda: held.arrived == 1)
             clock.advance(config.lease_seconds)
